@@ -1,1 +1,7 @@
-//! Placeholder, replaced by the first commit of this room.
+//! Models: what the program knows about targets and drafters on disk.
+//!
+//! Job: read a target's folder (config, weights), describe a drafter, write and read drafter checkpoints in the formats
+//! that servers load. It refuses, by name, anything whose meaning it does not implement; it never guesses.
+//! Invariants: nothing here touches a device or the network, prints, or reads the environment.
+
+pub mod mmap;
