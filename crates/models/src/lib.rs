@@ -4,4 +4,8 @@
 //! that servers load. It refuses, by name, anything whose meaning it does not implement; it never guesses.
 //! Invariants: nothing here touches a device or the network, prints, or reads the environment.
 
+pub mod config_fields;
+mod config_keys;
+pub mod hf_config;
 pub mod mmap;
+pub mod rope;
