@@ -1,1 +1,24 @@
-//! Placeholder, replaced by the first commit of this room.
+//! Telemetry of a run: typed events, their files, verdicts, and the ways to look at them.
+//!
+//! Refuses: to know what training is (plain data only, no other crate of this project) and to hold training up (it may lose
+//! events, never steps).
+//! Invariants: everything shown anywhere comes from one [`Status`] or from `events.jsonl`; progress means that a counter grew.
+
+mod error;
+mod event;
+mod recorder;
+mod status;
+mod tensorboard;
+mod verdict;
+
+pub use error::TelemetryError;
+pub use event::{
+    ChannelSample, Checkpoint, DevicePlan, Done, Envelope, Event, Export, Failure, Gate, GpuSample, HeldOut, Identity,
+    MemoryPart, Phase, Pipeline, Plan, SCHEMA_VERSION, SlotSample, StageKind, StageSample, Step, Stopped, Warning,
+};
+pub use recorder::{EVENTS_FILE, Options, Recorder, STATUS_FILE, Stamped, StatusReader, Subscription, Telemetry, unix_ms};
+pub use status::{
+    LossTrend, Outcome, PhaseState, Rates, StageState, Status, TelemetryHealth, Totals, VariantState, WarningState,
+};
+pub use tensorboard::TensorBoardWriter;
+pub use verdict::{Expected, Limits, Stand, State, Verdict, Watcher, judge, span};
