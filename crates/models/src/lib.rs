@@ -4,8 +4,11 @@
 //! that servers load. It refuses, by name, anything whose meaning it does not implement; it never guesses.
 //! Invariants: nothing here touches a device or the network, prints, or reads the environment.
 
+pub mod checkpoint;
 pub mod config_fields;
 mod config_keys;
+pub mod draft_config;
 pub mod hf_config;
 pub mod mmap;
 pub mod rope;
+pub mod tensor_names;
