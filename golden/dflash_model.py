@@ -145,25 +145,26 @@ def block_mask(tokens: int, ctx_start: torch.Tensor, anchor: torch.Tensor, block
 
 
 def block_attention(q, k_ctx, v_ctx, k_blk, v_blk, mask):
-    """q [N*B, hq, D]; k_ctx, v_ctx [T, hk, D]; k_blk, v_blk [N*B, hk, D]; mask [N, B, T + B]. Gives [N*B, hq, D]."""
+    """q [N*B, hq, D]; k_ctx, v_ctx [T, hk, D]; k_blk, v_blk [N*B, hk, D]; mask [N, B, T + B]. Gives [N*B, hq, D].
+
+    Head h reads key head h // (hq / hk).
+    """
     n, b, _ = mask.shape
     hq, hk, d = q.shape[1], k_ctx.shape[1], q.shape[2]
-    out = []
-    for i in range(n):
-        own = slice(i * b, (i + 1) * b)
-        # Head h reads key head h // (hq / hk).
-        keys = torch.cat([k_ctx, k_blk[own]]).repeat_interleave(hq // hk, dim=1)
-        values = torch.cat([v_ctx, v_blk[own]]).repeat_interleave(hq // hk, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[own], keys) / math.sqrt(d)
-        scores = scores.masked_fill(~mask[i][None], float("-inf"))
-        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-    return torch.cat(out)
+    k_ctx, v_ctx, k_blk, v_blk = (x.repeat_interleave(hq // hk, dim=1) for x in (k_ctx, v_ctx, k_blk, v_blk))
+    q, k_blk, v_blk = (x.unflatten(0, (n, b)) for x in (q, k_blk, v_blk))
+    scores = torch.cat([torch.einsum("nqhd,khd->nhqk", q, k_ctx), torch.einsum("nqhd,nkhd->nhqk", q, k_blk)], dim=-1)
+    p = (scores / math.sqrt(d)).masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+    t = k_ctx.shape[0]
+    y = torch.einsum("nhqk,khd->nqhd", p[..., :t], v_ctx) + torch.einsum("nhqk,nkhd->nqhd", p[..., t:], v_blk)
+    return y.flatten(0, 1)
 
 
 def forward(cfg: Config, w, features, tokens, positions, ctx_start, anchor, embed, head) -> dict[str, torch.Tensor]:
     """The draft of every block.
 
-    features [T, n*Ht]; tokens, positions [T]; ctx_start (row of the sample's first token), anchor (position) [N];
+    features [T, n*Ht]; positions [T]; tokens [T, or more: when decoding, the anchor itself has no features yet]; ctx_start (row
+    of the sample's first token), anchor (position) [N];
     embed, head [V, H]. Gives ctx [T, H], k_ctx.{i}, v_ctx.{i} [T, hk*D], layer.{i} [N*B, H] (residual stream after layer i),
     hidden [N*B, H] (after the last norm) and logits [N*B, V].
     """
@@ -186,7 +187,7 @@ def forward(cfg: Config, w, features, tokens, positions, ctx_start, anchor, embe
         q = rope(rms_norm((y @ wq.T).unflatten(-1, (hq, d)), w[p + "q_norm"], cfg.rms_eps), slot_pos, cfg.rope_theta)
         k_ctx, v_ctx = keys(ctx, positions), (ctx @ wv.T).unflatten(-1, (hk, d))
         k_blk, v_blk = keys(y, slot_pos), (y @ wv.T).unflatten(-1, (hk, d))
-        mask = block_mask(tokens.numel(), ctx_start, anchor, b, cfg.window if kind == "sliding_attention" else None)
+        mask = block_mask(features.shape[0], ctx_start, anchor, b, cfg.window if kind == "sliding_attention" else None)
         x = x + block_attention(q, k_ctx, v_ctx, k_blk, v_blk, mask).flatten(1) @ w[p + "o"].T
         gate, up = (rms_norm(x, w[p + "post_norm"], cfg.rms_eps) @ w[p + "gate_up"].T).chunk(2, dim=-1)
         x = x + (F.silu(gate) * up) @ w[p + "down"].T
