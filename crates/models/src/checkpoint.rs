@@ -157,7 +157,7 @@ impl StoredDtype {
         }
     }
 
-    fn of(dtype: safetensors::Dtype) -> Option<Self> {
+    pub(crate) fn of(dtype: safetensors::Dtype) -> Option<Self> {
         match dtype {
             safetensors::Dtype::BF16 => Some(Self::Bf16),
             safetensors::Dtype::F16 => Some(Self::F16),
@@ -422,10 +422,10 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError::Missing`], or [`CheckpointError::Dtype`] when it is stored in another dtype than BF16, F16, F32.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>, CheckpointError> {
-        let entry = self.tensors.get(self.resolve(name)).ok_or_else(|| CheckpointError::Missing {
-            folder: self.folder.clone(),
-            tensors: vec![name.to_owned()],
-        })?;
+        let entry = self
+            .tensors
+            .get(self.resolve(name))
+            .ok_or_else(|| CheckpointError::Missing { folder: self.folder.clone(), tensors: vec![name.to_owned()] })?;
         let dtype = StoredDtype::of(entry.dtype).ok_or_else(|| CheckpointError::Dtype {
             folder: self.folder.clone(),
             tensor: name.to_owned(),
@@ -518,7 +518,8 @@ fn weight_files(folder: &Path) -> Result<WeightFiles, CheckpointError> {
         ConfigError::Read { path, source } => CheckpointError::Io { path, source },
         other => bad(other.to_string().lines().next().unwrap_or_default().to_owned()),
     })?;
-    let map = object.get("weight_map").and_then(Value::as_object).ok_or_else(|| bad("it has no object `weight_map`".to_owned()))?;
+    let map =
+        object.get("weight_map").and_then(Value::as_object).ok_or_else(|| bad("it has no object `weight_map`".to_owned()))?;
     let mut placed = BTreeMap::new();
     for (tensor, shard) in map {
         // A shard is a plain file name; anything else could reach outside of the folder.
@@ -545,7 +546,7 @@ fn no_weights_advice(folder: &Path) -> String {
 }
 
 /// Checks a file's length against its header. Returns where the data starts.
-fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), CheckpointError> {
+pub(crate) fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), CheckpointError> {
     let have = file.len() as u64;
     let length = |want: u64| CheckpointError::Length { path: path.to_owned(), have, want };
     let Some((prefix, rest)) = file.split_first_chunk::<8>() else { return Err(length(8)) };

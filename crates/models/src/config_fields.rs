@@ -161,6 +161,13 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A whole number that may be 0.
+    pub(crate) fn opt_index(&self, key: &str) -> Result<Option<usize>, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let index = value.as_u64().and_then(|n| usize::try_from(n).ok());
+        index.map(Some).ok_or_else(|| self.wrong_type(key, "a whole number from 0"))
+    }
+
     pub(crate) fn count(&self, key: &str) -> Result<usize, ConfigError> {
         let value = self.opt_count(key)?;
         self.required(key, COUNT, value)

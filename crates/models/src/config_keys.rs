@@ -109,7 +109,12 @@ const REFUSED: &[Refused] = &[
     ("num_experts", Idle::Empty, "mixture-of-experts layers", DENSE_ONLY),
     ("num_experts_per_tok", Idle::Empty, "mixture-of-experts layers", DENSE_ONLY),
     ("num_local_experts", Idle::Empty, "mixture-of-experts layers", DENSE_ONLY),
-    ("pretraining_tp", Idle::Number(1.0), "sliced linear layers", "set it to 1 if the weights are ordinary; the results are the same"),
+    (
+        "pretraining_tp",
+        Idle::Number(1.0),
+        "sliced linear layers",
+        "set it to 1 if the weights are ordinary; the results are the same",
+    ),
     ("pruned_heads", Idle::Empty, "pruned heads", PLAIN_TARGET),
     ("qk_layernorm", Idle::False, "LayerNorm on queries and keys", PLAIN_TARGET),
     ("quantization_config", Idle::Never, "quantised weights", "dequantise the target to bf16 first"),
@@ -150,9 +155,8 @@ pub(crate) fn check_keys(config: &Fields<'_>, handled: &[&str]) -> Result<Vec<St
             return Err(config.unsupported(key, *meaning, *advice));
         }
     }
-    let known = |key: &str| {
-        handled.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, ..)| *refused == key)
-    };
+    let known =
+        |key: &str| handled.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, ..)| *refused == key);
     let unknown = config.map.iter().filter(|(key, value)| !value.is_null() && !known(key));
     Ok(unknown
         .map(|(key, value)| {

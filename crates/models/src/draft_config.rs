@@ -350,12 +350,9 @@ impl DraftConfig {
         }
         let slides = self.layer_types.contains(&LayerKind::Sliding);
         match self.sliding_window {
-            None if slides => Err(DraftError::new(
-                "sliding_window",
-                "absent",
-                "some layers slide",
-                "give the window in tokens, such as 2048",
-            )),
+            None if slides => {
+                Err(DraftError::new("sliding_window", "absent", "some layers slide", "give the window in tokens, such as 2048"))
+            }
             Some(window) if !slides => Err(DraftError::new(
                 "sliding_window",
                 window,

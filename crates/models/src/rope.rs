@@ -129,9 +129,8 @@ impl RopeSpec {
             return (0.0, 1.0);
         };
         let (dim, original) = (self.rotary_dim as f64, *original_max_position_embeddings as f64);
-        let border = |rotations: f64| {
-            (dim * (original / (rotations * 2.0 * std::f64::consts::PI)).ln()) / (2.0 * self.theta.ln())
-        };
+        let border =
+            |rotations: f64| (dim * (original / (rotations * 2.0 * std::f64::consts::PI)).ln()) / (2.0 * self.theta.ln());
         let (mut low, mut high) = (border(*beta_fast), border(*beta_slow));
         if *truncate {
             (low, high) = (low.floor(), high.ceil());
@@ -405,9 +404,8 @@ mod tests {
     #[test]
     fn frequencies_and_tables_match_transformers() {
         let golden: Value = serde_json::from_str(include_str!("../../../golden/data/rope.json")).unwrap();
-        let floats = |value: &Value| -> Vec<f32> {
-            value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
-        };
+        let floats =
+            |value: &Value| -> Vec<f32> { value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect() };
         let positions: Vec<usize> =
             golden["positions"].as_array().unwrap().iter().map(|p| p.as_u64().unwrap() as usize).collect();
         let cases = golden["cases"].as_array().unwrap();
@@ -452,7 +450,8 @@ mod tests {
         let (none, warnings) = read("{}", 8, 64).unwrap();
         assert_eq!((none.theta, none.rotary_dim), (DEFAULT_THETA, 8));
         assert!(warnings[0].contains("rope_theta"));
-        let per_type = r#"{"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}"#;
+        let per_type =
+            r#"{"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}"#;
         assert_eq!(read(per_type, 8, 64).unwrap().0.theta, 1e6);
     }
 
@@ -466,10 +465,7 @@ mod tests {
             (r#"{"rope_parameters": {"rope_type": "linear", "factor": 0.5}}"#, "rope_parameters.factor"),
             (r#"{"rope_parameters": {"partial_rotary_factor": 0.3}}"#, "rope_parameters.partial_rotary_factor"),
             (r#"{"rope_theta": "big"}"#, "rope_theta"),
-            (
-                r#"{"rope_scaling": {"rope_type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 1e4}}"#,
-                "rope_scaling",
-            ),
+            (r#"{"rope_scaling": {"rope_type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 1e4}}"#, "rope_scaling"),
         ] {
             let message = read(text, 10, 64).unwrap_err().to_string();
             assert!(message.contains(&format!("`{named}`")), "{text}: {message}");

@@ -96,11 +96,8 @@ fn layer(i: usize, prefix: &str, s: &LayerSizes) -> Vec<FusedTensor> {
         ),
     ];
     if s.attention_bias {
-        let parts = vec![
-            attention("q_proj", "bias", &[s.q]),
-            attention("k_proj", "bias", &[s.kv]),
-            attention("v_proj", "bias", &[s.kv]),
-        ];
+        let parts =
+            vec![attention("q_proj", "bias", &[s.q]), attention("k_proj", "bias", &[s.kv]), attention("v_proj", "bias", &[s.kv])];
         tensors.push(FusedTensor::new(own("qkv_bias"), parts));
     }
     if s.qk_norm {
@@ -177,11 +174,8 @@ pub fn draft_sources(config: &DraftConfig) -> Vec<FusedTensor> {
         mlp_bias: false,
         qk_norm: true,
     };
-    let single = |own: &str, shape: Vec<usize>| {
-        FusedTensor::new(own, vec![Part { name: format!("{own}.weight"), shape }])
-    };
-    let mut tensors =
-        vec![single("fc", vec![config.hidden, config.fc_columns()]), single("hidden_norm", vec![config.hidden])];
+    let single = |own: &str, shape: Vec<usize>| FusedTensor::new(own, vec![Part { name: format!("{own}.weight"), shape }]);
+    let mut tensors = vec![single("fc", vec![config.hidden, config.fc_columns()]), single("hidden_norm", vec![config.hidden])];
     tensors.extend((0..config.layers).flat_map(|i| layer(i, "", &sizes)));
     tensors.push(single("norm", vec![config.hidden]));
     tensors
@@ -195,11 +189,7 @@ pub fn plain_tensors(config: &DraftConfig) -> Vec<TensorSpec> {
         for part in fused.parts {
             let rows = start..start + part.shape[0];
             start = rows.end;
-            specs.push(TensorSpec {
-                name: part.name,
-                shape: part.shape,
-                source: RowRange { tensor: fused.name.clone(), rows },
-            });
+            specs.push(TensorSpec { name: part.name, shape: part.shape, source: RowRange { tensor: fused.name.clone(), rows } });
         }
     }
     specs

@@ -78,9 +78,8 @@ fn head_dim_comes_from_the_config() {
 type Stored = (String, Dtype, Vec<usize>, Vec<u8>);
 
 fn write(path: &Path, tensors: &[Stored]) {
-    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
-        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    });
+    let views =
+        tensors.iter().map(|(name, dtype, shape, bytes)| (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
@@ -92,7 +91,12 @@ fn whole(config: &TargetConfig, prefix: &str) -> Vec<Stored> {
         .map(|(name, shape)| {
             let name = name.strip_prefix("model.").map_or(name.clone(), |rest| format!("{prefix}{rest}"));
             let n: usize = shape.iter().product();
-            let bytes = (0..n).flat_map(|_| { next += 1; (next as f32).to_le_bytes() }).collect();
+            let bytes = (0..n)
+                .flat_map(|_| {
+                    next += 1;
+                    (next as f32).to_le_bytes()
+                })
+                .collect();
             (name, Dtype::F32, shape, bytes)
         })
         .collect()
@@ -115,7 +119,10 @@ fn every_prefix_resolves_and_fused_rows_are_in_order() {
         write(&dir.path().join("model.safetensors"), &tensors);
         let (checkpoint, extras) = Checkpoint::open_target(dir.path(), &config).unwrap();
         assert_eq!(extras.len(), 1, "{extras:?}");
-        assert_eq!((extras[0].pattern.as_str(), extras[0].count, extras[0].bytes), ("model.layers.{i}.self_attn.rotary_emb.inv_freq", 2, 16));
+        assert_eq!(
+            (extras[0].pattern.as_str(), extras[0].count, extras[0].bytes),
+            ("model.layers.{i}.self_attn.rotary_emb.inv_freq", 2, 16)
+        );
         let sources = target_sources(&config);
         let qkv = sources.iter().find(|fused| fused.name == "layers.1.qkv").unwrap();
         assert_eq!(qkv.shape, [64 + 2 * 16, 20]);
@@ -146,8 +153,11 @@ fn wrong_shapes_dtypes_lengths_and_doubles_are_named() {
     let mut wrong = good.clone();
     wrong[down].2.reverse();
     let error = refused(&wrong);
-    assert!(matches!(&error, CheckpointError::Shape { tensor, got, wanted, .. }
-        if tensor == "model.layers.1.mlp.down_proj.weight" && got == &[16, 20] && wanted == &[20, 16]), "{error}");
+    assert!(
+        matches!(&error, CheckpointError::Shape { tensor, got, wanted, .. }
+        if tensor == "model.layers.1.mlp.down_proj.weight" && got == &[16, 20] && wanted == &[20, 16]),
+        "{error}"
+    );
 
     let mut wrong = good.clone();
     wrong[down].1 = Dtype::I32;
@@ -156,7 +166,10 @@ fn wrong_shapes_dtypes_lengths_and_doubles_are_named() {
 
     let mut wrong = good.clone();
     wrong.push(("norm.weight".to_owned(), Dtype::F32, vec![20], vec![0; 80]));
-    let extras = { write(&path, &wrong); Checkpoint::open_target(dir.path(), &config).unwrap().1 };
+    let extras = {
+        write(&path, &wrong);
+        Checkpoint::open_target(dir.path(), &config).unwrap().1
+    };
     assert_eq!(extras[0].pattern, "norm.weight", "a second prefix is listed, not merged");
 
     write(&path, &good);
