@@ -1,5 +1,6 @@
 //! Tests of the conveyor on real threads: order, exactly-once delivery, slots, back-pressure, halting, and what early leavers do.
 
+use super::super::layout::Assignment;
 use super::super::reduce::Meeting;
 use super::*;
 use proptest::prelude::*;
@@ -79,12 +80,14 @@ fn stock(conveyor: &Conveyor<Parcel, Slot>, slots: usize) {
 }
 
 fn layouts() -> impl Strategy<Value = Layout> {
-    (1usize..6, 1usize..5, any::<bool>(), any::<bool>(), 1usize..5).prop_map(|(targets, drafters, sweep, fixed, queue_depth)| Layout {
-        targets,
-        drafters,
-        mode: if sweep { Mode::Sweep } else { Mode::Replicas },
-        assignment: if fixed { Assignment::Fixed } else { Assignment::FirstFree },
-        queue_depth,
+    (1usize..6, 1usize..5, any::<bool>(), any::<bool>(), 1usize..5).prop_map(|(targets, drafters, sweep, fixed, queue_depth)| {
+        Layout {
+            targets,
+            drafters,
+            mode: if sweep { Mode::Sweep } else { Mode::Replicas },
+            assignment: if fixed { Assignment::Fixed } else { Assignment::FirstFree },
+            queue_depth,
+        }
     })
 }
 
@@ -225,8 +228,7 @@ proptest! {
     }
 }
 
-const SMALL: Layout =
-    Layout { targets: 1, drafters: 1, mode: Mode::Replicas, assignment: Assignment::FirstFree, queue_depth: 4 };
+const SMALL: Layout = Layout { targets: 1, drafters: 1, mode: Mode::Replicas, assignment: Assignment::FirstFree, queue_depth: 4 };
 
 fn small() -> (Cancel, Board, Conveyor<Parcel, Slot>) {
     let (cancel, board) = (Cancel::new(), Board::default());
@@ -246,7 +248,8 @@ fn slots_per_pool_follow_the_formula() {
 fn ends_and_pools_are_given_once() {
     let (_cancel, board, conveyor) = small();
     let station = board.register("w", None);
-    let _ends = (conveyor.feeder(&station).unwrap(), conveyor.target(0, &station).unwrap(), conveyor.drafter(0, &station).unwrap());
+    let _ends =
+        (conveyor.feeder(&station).unwrap(), conveyor.target(0, &station).unwrap(), conveyor.drafter(0, &station).unwrap());
     assert_eq!(conveyor.feeder(&station).err(), Some(ConveyorError::NoSuchEnd { kind: "feeder", number: 0 }));
     assert_eq!(conveyor.target(0, &station).err(), Some(ConveyorError::NoSuchEnd { kind: "target", number: 0 }));
     assert_eq!(conveyor.drafter(1, &station).err(), Some(ConveyorError::NoSuchEnd { kind: "drafter", number: 1 }));
@@ -256,8 +259,10 @@ fn ends_and_pools_are_given_once() {
     assert_eq!(Conveyor::<Parcel, Slot>::new(none, &Cancel::new(), &board).err(), Some(ConveyorError::EmptyLayout(none)));
 }
 
+type Ends = (Feeder<Parcel, Slot>, TargetEnd<Parcel, Slot>, DrafterEnd<Parcel, Slot>);
+
 /// Puts `count` batches and returns all three ends.
-fn primed(count: u64) -> (Cancel, Board, Conveyor<Parcel, Slot>, Feeder<Parcel, Slot>, TargetEnd<Parcel, Slot>, DrafterEnd<Parcel, Slot>) {
+fn primed(count: u64) -> (Cancel, Board, Conveyor<Parcel, Slot>, Ends) {
     let (cancel, board, conveyor) = small();
     let mut feeder = conveyor.feeder(&board.register("prefetcher", None)).unwrap();
     let target = conveyor.target(0, &board.register("target 0", Some("cuda:0".into()))).unwrap();
@@ -265,12 +270,12 @@ fn primed(count: u64) -> (Cancel, Board, Conveyor<Parcel, Slot>, Feeder<Parcel, 
     for parcel in parcels(count) {
         feeder.put(parcel).unwrap();
     }
-    (cancel, board, conveyor, feeder, target, drafter)
+    (cancel, board, conveyor, (feeder, target, drafter))
 }
 
 #[test]
 fn halting_is_a_good_end_for_everybody_and_returns_every_slot() {
-    let (cancel, _board, conveyor, mut feeder, mut target, mut drafter) = primed(4);
+    let (cancel, _board, conveyor, (mut feeder, mut target, mut drafter)) = primed(4);
     target.take().unwrap().unwrap().fill();
     let held = drafter.next().unwrap().unwrap();
     let writing = target.take().unwrap().unwrap();
@@ -288,7 +293,7 @@ fn halting_is_a_good_end_for_everybody_and_returns_every_slot() {
 
 #[test]
 fn work_dropped_unfilled_cancels_and_the_workers_own_error_takes_its_place() {
-    let (cancel, board, conveyor, _feeder, mut target, mut drafter) = primed(1);
+    let (cancel, board, conveyor, (_feeder, mut target, mut drafter)) = primed(1);
     drop(target.take().unwrap());
     let cause = cancel.cause().unwrap();
     assert_eq!(cause.to_string(), "target 0 failed on cuda:0: dropped unfilled the slot of batch 0");
@@ -301,7 +306,7 @@ fn work_dropped_unfilled_cancels_and_the_workers_own_error_takes_its_place() {
 #[test]
 fn a_panicking_holder_cancels_and_its_slot_goes_to_nobody() {
     for reader in [false, true] {
-        let (cancel, _board, conveyor, _feeder, mut target, mut drafter) = primed(1);
+        let (cancel, _board, conveyor, (_feeder, mut target, mut drafter)) = primed(1);
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let work = target.take().unwrap().unwrap();
             if reader {
@@ -313,7 +318,8 @@ fn a_panicking_holder_cancels_and_its_slot_goes_to_nobody() {
         }));
         assert!(caught.is_err());
         let error = &cancel.cause().unwrap().error;
-        let how = if reader { "panicked while it read the slot of batch 0" } else { "panicked while it wrote the slot of batch 0" };
+        let how =
+            if reader { "panicked while it read the slot of batch 0" } else { "panicked while it wrote the slot of batch 0" };
         assert_eq!(error, how);
         let counters = conveyor.counters();
         assert_eq!((counters.free_slots, counters.quarantined), (vec![1], 1));
@@ -322,7 +328,7 @@ fn a_panicking_holder_cancels_and_its_slot_goes_to_nobody() {
 
 #[test]
 fn an_end_that_leaves_early_is_a_failure() {
-    let (cancel, _board, _conveyor, feeder, target, mut drafter) = primed(0);
+    let (cancel, _board, _conveyor, (feeder, target, mut drafter)) = primed(0);
     drop(feeder);
     assert_eq!(cancel.cause().unwrap().to_string(), "prefetcher failed: left the conveyor before the end of the stream");
     drop(target);
@@ -331,7 +337,7 @@ fn an_end_that_leaves_early_is_a_failure() {
 
 #[test]
 fn a_wait_says_on_the_board_what_is_missing_and_its_time_is_counted() {
-    let (_cancel, board, conveyor, feeder, mut target, mut drafter) = primed(0);
+    let (_cancel, board, conveyor, (feeder, mut target, mut drafter)) = primed(0);
     let waits = |text: &str| {
         while !board.report().contains(text) {
             std::thread::yield_now();

@@ -5,7 +5,7 @@
 //! can be taken, and only together with a slot of its pool: a later batch never holds a slot that an older one waits for.
 
 use super::board::What;
-use super::conveyor::{Assignment, Batch, Layout, Mode};
+use super::layout::{Assignment, Batch, Layout, Mode};
 use super::sync::Arc;
 use std::collections::{BTreeMap, VecDeque};
 

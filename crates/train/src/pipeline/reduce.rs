@@ -42,7 +42,9 @@ pub enum ReduceError {
         ranks: usize,
     },
     /// Two ranks brought lists of different lengths.
-    #[error("rank {rank} brought tensors of {found:?} elements where rank 0 brought {expected:?}; all drafters must run one plan")]
+    #[error(
+        "rank {rank} brought tensors of {found:?} elements where rank 0 brought {expected:?}; all drafters must run one plan"
+    )]
     Shapes {
         /// The first rank that differs from rank 0.
         rank: usize,

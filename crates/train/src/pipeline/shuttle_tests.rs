@@ -5,9 +5,10 @@
 
 use super::board::{Board, Station};
 use super::cancel::{Cancel, Cause, Kind};
-use super::conveyor::{Assignment, Batch, Conveyor, Layout, Mode, Turn};
+use super::conveyor::{Conveyor, Turn};
 use super::crew::{self, BoxError, Crew};
 use super::gate::{Gate, Limits, Role};
+use super::layout::{Assignment, Batch, Layout, Mode};
 use super::reduce::{AllReduce, Meeting};
 use super::sync::{Arc, Condvar, Mutex, lock, wait};
 use std::collections::{BTreeSet, VecDeque};
@@ -52,8 +53,7 @@ enum Fault {
     Halt,
 }
 
-const BASE: Layout =
-    Layout { targets: 2, drafters: 2, mode: Mode::Replicas, assignment: Assignment::FirstFree, queue_depth: 1 };
+const BASE: Layout = Layout { targets: 2, drafters: 2, mode: Mode::Replicas, assignment: Assignment::FirstFree, queue_depth: 1 };
 
 fn feed(scenario: Scenario, conveyor: &Conveyor<Number, Slot>, station: &Station) -> Result<(), BoxError> {
     let mut feeder = conveyor.feeder(station)?;
@@ -134,7 +134,6 @@ fn play(scenario: Scenario) {
         Ok(())
     });
     let census = conveyor.census();
-    let panicked = usize::from(fault == Fault::DrafterPanics);
     match fault {
         Fault::None | Fault::Halt => outcome.unwrap(),
         Fault::Cancel => assert_eq!(outcome.unwrap_err().cause.error, "second SIGINT"),
@@ -148,7 +147,9 @@ fn play(scenario: Scenario) {
         Fault::FeederFails => assert_eq!(outcome.unwrap_err().cause.error, "the dataset is gone"),
     }
     // Nobody holds a slot any more: each is free, filled and undelivered, or set aside after a panic.
-    assert_eq!((census.writing, census.quarantined), (0, panicked));
+    assert_eq!(census.writing, 0);
+    // All tasks of the checker share one machine thread and so one `panicking` flag: a holder that lets go while another unwinds is set aside too.
+    assert_eq!(census.quarantined > 0, fault == Fault::DrafterPanics, "{census:?}");
     assert_eq!(census.free + census.filled + census.leased + census.quarantined, slots * layout.pools(), "{census:?}");
     if matches!(fault, Fault::None | Fault::Halt) {
         assert_eq!((census.filled, census.leased, census.free), (0, 0, slots * layout.pools()));
@@ -201,7 +202,7 @@ fn a_fault_at_any_point_ends_every_thread_and_loses_no_slot() {
 
 #[test]
 fn every_schedule_of_the_smallest_conveyor_ends() {
-    // One batch through one slot, with nothing but the conveyor: small enough to walk the tree of schedules far down.
+    // One batch through one slot, with nothing but the conveyor: small enough to walk the whole tree of schedules.
     let schedules = Arc::new(AtomicUsize::new(0));
     let counted = schedules.clone();
     let tiny = move || {
@@ -227,7 +228,8 @@ fn every_schedule_of_the_smallest_conveyor_ends() {
         assert_eq!(conveyor.census().free, 1);
     };
     shuttle::check_dfs(tiny, Some(20_000));
-    eprintln!("SCHEDULES {schedules:?}");
+    let schedules = schedules.load(SeqCst);
+    assert!((100..20_000).contains(&schedules), "{schedules} schedules: not walked to the end, or nothing to choose");
 }
 
 /// Two devices with both roles, steps of `g` batches, and an all-reduce after each: the loop that a shared GPU runs.
