@@ -7,6 +7,7 @@
 pub mod checkpoint;
 pub mod config_fields;
 mod config_keys;
+pub mod draft;
 pub mod draft_config;
 pub mod draft_folder;
 mod draft_json;
@@ -18,4 +19,5 @@ pub mod mmap;
 pub mod rope;
 mod safetensors_file;
 pub mod serve;
+pub mod target;
 pub mod tensor_names;

@@ -26,6 +26,16 @@ pub struct Target {
     sin: TensorId,
 }
 
+/// The residual stream between two layers.
+struct Stream {
+    /// What was added up so far.
+    x: TensorId,
+    /// A branch not yet added.
+    pending: Option<TensorId>,
+    /// The next norm's output, where the stream had to be materialised before its layer.
+    normed: Option<TensorId>,
+}
+
 struct Layer {
     input_norm: TensorId,
     qkv: TensorId,
@@ -98,7 +108,9 @@ pub struct DecodePass {
 impl Target {
     /// Declares every frozen tensor of the target: weights in the program's activation dtype, RoPE tables F32 for `positions` positions.
     pub fn declare(program: &mut Program, config: &TargetConfig, positions: usize) -> Target {
-        for fused in target_sources(config) {
+        // A tied head is the embedding itself, not a second copy of it.
+        let tied = config.tie_embeddings;
+        for fused in target_sources(config).into_iter().filter(|f| !(tied && f.name == "head")) {
             let dtype = program.act;
             program.tensor(format!("target.{}", fused.name), &fused.shape, dtype, Role::Frozen);
         }
@@ -126,7 +138,8 @@ impl Target {
                 }
             })
             .collect();
-        let (embed, norm, head) = (need("embed".into()), need("norm".into()), need("head".into()));
+        let (embed, norm) = (need("embed".into()), need("norm".into()));
+        let head = if tied { embed } else { need("head".into()) };
         Target { config: config.clone(), embed, layers, norm, head, cos, sin }
     }
 
@@ -147,17 +160,14 @@ impl Target {
     ) -> CapturePass {
         let mean_len = budget.div_ceil(8);
         let (mut b, inputs, packing, rotary) = self.begin_packed(program, "target.capture", budget, max_rows, mean_len);
-        let mut x = b.embed(inputs.tokens, self.embed);
-        let mut delta = None;
+        let mut stream = self.embedded(&mut b, inputs.tokens);
         let (h, last) = (self.config.hidden, *layer_ids.last().expect("at least one captured layer"));
         for l in 0..=last {
-            let (stream, out) = self.layer(&mut b, l, x, delta, rotary, |b, q, k, v| {
-                b.causal_attention(q, k, v, packing, Target::heads(&self.config))
-            });
-            (x, delta) = (stream, Some(out));
+            stream = self
+                .layer(&mut b, l, stream, rotary, |b, q, k, v| b.causal_attention(q, k, v, packing, Target::heads(&self.config)));
             if let Some(at) = layer_ids.iter().position(|&id| id == l) {
-                let after = self.materialize(&mut b, l, &mut x, &mut delta);
-                b.capture(after, 0, slot, at * h, h);
+                stream = self.materialized(&mut b, l, stream);
+                b.capture(stream.x, 0, slot, at * h, h);
             }
         }
         CapturePass { phase: b.id(), inputs }
@@ -177,17 +187,14 @@ impl Target {
             .collect();
         let logits = program.tensor("target.inspect.logits", &[budget, self.config.vocab], DType::F32, Role::Step);
         let (mut b, inputs, packing, rotary) = self.begin_packed(program, "target.inspect", budget, max_rows, budget);
-        let mut x = b.embed(inputs.tokens, self.embed);
-        let mut delta = None;
+        let mut stream = self.embedded(&mut b, inputs.tokens);
         for (l, &keep) in kept.iter().enumerate() {
-            let (stream, out) = self.layer(&mut b, l, x, delta, rotary, |b, q, k, v| {
-                b.causal_attention(q, k, v, packing, Target::heads(&self.config))
-            });
-            (x, delta) = (stream, Some(out));
-            let after = self.materialize(&mut b, l, &mut x, &mut delta);
-            b.capture(after, 0, keep, 0, h);
+            stream = self
+                .layer(&mut b, l, stream, rotary, |b, q, k, v| b.causal_attention(q, k, v, packing, Target::heads(&self.config)));
+            stream = self.materialized(&mut b, l, stream);
+            b.capture(stream.x, 0, keep, 0, h);
         }
-        let y = self.final_norm(&mut b, x, delta);
+        let y = self.final_norm(&mut b, stream);
         let z = b.linear_rows(y, self.head, None, 0..self.config.vocab, DType::F32);
         b.capture(z, 0, logits, 0, self.config.vocab);
         (b.id(), inputs, kept, logits)
@@ -243,7 +250,6 @@ impl Target {
             prob: out("prob", &[verify_rows], DType::F32),
             drawn: out("drawn", &[verify_rows], DType::I32),
         };
-        let last = *layer_ids.last().expect("at least one captured layer");
         let pass = |program: &mut Program, name: &str, rows: usize, with_head: bool| {
             let tokens = program.tensor(format!("{name}.tokens"), &[rows], DType::I32, Role::Input);
             let positions = program.tensor(format!("{name}.positions"), &[rows], DType::I32, Role::Input);
@@ -251,24 +257,21 @@ impl Target {
                 program.tensor(format!("{name}.features"), &[rows, layer_ids.len() * self.config.hidden], act, Role::Step);
             let rotary = Rotary { positions, cos: self.cos, sin: self.sin };
             let mut b = program.begin(name);
-            let mut x = b.embed(tokens, self.embed);
-            let mut delta = None;
+            let mut stream = self.embedded(&mut b, tokens);
             // Every layer's cache must be filled, so all layers run even without a head; the last MLP alone could be spared.
             for l in 0..self.config.layers {
                 let cache = caches[l];
-                let (stream, out) = self.layer(&mut b, l, x, delta, rotary, |b, q, k, v| {
+                stream = self.layer(&mut b, l, stream, rotary, |b, q, k, v| {
                     b.kv_append(k, v, cache);
                     b.cached_attention(q, cache, heads)
                 });
-                (x, delta) = (stream, Some(out));
                 if let Some(at) = layer_ids.iter().position(|&id| id == l) {
-                    let after = self.materialize(&mut b, l, &mut x, &mut delta);
-                    b.capture(after, 0, features, at * self.config.hidden, self.config.hidden);
+                    stream = self.materialized(&mut b, l, stream);
+                    b.capture(stream.x, 0, features, at * self.config.hidden, self.config.hidden);
                 }
             }
-            debug_assert!(last < self.config.layers);
             if with_head {
-                let y = self.final_norm(&mut b, x, delta);
+                let y = self.final_norm(&mut b, stream);
                 let logits = b.linear_rows(y, self.head, None, 0..self.config.vocab, DType::F32);
                 b.pick_tokens(logits, temperature, uniform, probe, picks);
             }
@@ -279,50 +282,52 @@ impl Target {
         DecodePasses { len, capacity, prefill, verify, temperature, uniform, probe, picks }
     }
 
-    /// One decoder layer. The stream enters as `x` and the branch not yet added (`delta`); it leaves the same way.
+    fn embedded(&self, b: &mut PhaseBuilder<'_>, tokens: TensorId) -> Stream {
+        Stream { x: b.embed(tokens, self.embed), pending: None, normed: None }
+    }
+
+    /// Appends one decoder layer.
     fn layer(
         &self,
         b: &mut PhaseBuilder<'_>,
         index: usize,
-        x: TensorId,
-        delta: Option<TensorId>,
+        stream: Stream,
         rotary: Rotary,
         attend: impl FnOnce(&mut PhaseBuilder<'_>, TensorId, TensorId, TensorId) -> TensorId,
-    ) -> (TensorId, TensorId) {
-        let (w, eps) = (&self.layers[index], self.config.rms_eps as f32);
+    ) -> Stream {
+        let w = &self.layers[index];
         b.set_layer(Some(index as u32));
-        let (x, y) = match delta {
-            Some(d) => b.add_rms_norm(x, d, w.input_norm, eps),
-            None => (x, b.rms_norm(x, w.input_norm, eps)),
-        };
+        let (x, y) = self.normed(b, stream, w.input_norm);
         let packed = b.linear(y, w.qkv, w.qkv_bias);
         let (q, k, v) = b.qkv_heads(packed, Target::heads(&self.config), w.norms, rotary);
         let a = attend(b, q, k, v);
         let o = b.linear(a, w.o, w.o_bias);
-        let (x, y) = b.add_rms_norm(x, o, w.post_norm, eps);
+        let (x, y) = b.add_rms_norm(x, o, w.post_norm, self.config.rms_eps as f32);
         let gate_up = b.linear(y, w.gate_up, w.gate_up_bias);
         let act = b.swiglu(gate_up);
         let out = b.linear(act, w.down, w.down_bias);
         b.set_layer(None);
-        (x, out)
+        Stream { x, pending: Some(out), normed: None }
     }
 
-    /// The stream after layer `l` as one tensor; the next layer then continues from it with nothing pending.
-    fn materialize(&self, b: &mut PhaseBuilder<'_>, l: usize, x: &mut TensorId, delta: &mut Option<TensorId>) -> TensorId {
-        if let Some(d) = delta.take() {
-            // The norm's output is discarded: the next layer norms the stream again. One pass over [T, H] per captured layer is the price of
-            // one op less in the catalogue.
-            let w = self.layers.get(l + 1).map_or(self.norm, |next| next.input_norm);
-            (*x, _) = b.add_rms_norm(*x, d, w, self.config.rms_eps as f32);
-        }
-        *x
+    /// The stream after layer `l` with nothing pending, and the norm of the layer that follows already taken.
+    fn materialized(&self, b: &mut PhaseBuilder<'_>, l: usize, stream: Stream) -> Stream {
+        let next = self.layers.get(l + 1).map_or(self.norm, |next| next.input_norm);
+        let (x, y) = self.normed(b, stream, next);
+        Stream { x, pending: None, normed: Some(y) }
     }
 
-    fn final_norm(&self, b: &mut PhaseBuilder<'_>, x: TensorId, delta: Option<TensorId>) -> TensorId {
+    /// Adds what is pending and norms; returns the stream and the normed rows.
+    fn normed(&self, b: &mut PhaseBuilder<'_>, stream: Stream, w: TensorId) -> (TensorId, TensorId) {
         let eps = self.config.rms_eps as f32;
-        match delta {
-            Some(d) => b.add_rms_norm(x, d, self.norm, eps).1,
-            None => b.rms_norm(x, self.norm, eps),
+        match stream {
+            Stream { x, normed: Some(y), .. } => (x, y),
+            Stream { x, pending: Some(d), .. } => b.add_rms_norm(x, d, w, eps),
+            Stream { x, .. } => (x, b.rms_norm(x, w, eps)),
         }
+    }
+
+    fn final_norm(&self, b: &mut PhaseBuilder<'_>, stream: Stream) -> TensorId {
+        self.normed(b, stream, self.norm).1
     }
 }

@@ -125,12 +125,10 @@ impl Contract for GradNorm {
 impl Contract for AdamW {
     fn visit(&mut self, f: &mut dyn FnMut(Access, &mut TensorId)) {
         for p in &mut self.params {
-            match &mut p.master {
-                Some(master) => {
-                    f(Access::Write, &mut p.w);
-                    f(Access::Update, master);
-                }
-                None => f(Access::Update, &mut p.w),
+            // Not `Write`: a step that is skipped leaves the weight as it was.
+            f(Access::Update, &mut p.w);
+            if let Some(master) = &mut p.master {
+                f(Access::Update, master);
             }
             f(Access::Update, &mut p.m);
             f(Access::Update, &mut p.v);

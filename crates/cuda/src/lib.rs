@@ -1,0 +1,1 @@
+//! The CUDA room: kernels, compiled ahead, and the executor that launches them.
