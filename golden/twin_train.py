@@ -23,17 +23,20 @@ batch-%06d.safetensors, numbered from 0:
     weights     f32 [N, B]   loss weight, 0 for slot 0 and for slots past the end
 
 fp32: target, drafter and loss in float32 (TF32 off). bf16: target in bf16, drafter under bf16 autocast with fp32 masters, norms, RoPE and
-loss in fp32. On CUDA attention is FlexAttention over block-sparse masks; on CPU it is a dense mask.
+loss in fp32. `--attention flex` is FlexAttention over block-sparse masks (CUDA, head_dim >= 16) and the default there; `--attention dense` is
+a dense boolean mask, N*B rows by T + N*B columns, and the default elsewhere.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import sys
 import time
 
 import torch
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
@@ -84,8 +87,8 @@ def rope(x, positions, theta):
 class Attention:
     """One batch's masks: query row r is slot r % B of block r // B; keys are the T context rows, then the N*B block rows."""
 
-    def __init__(self, tokens: int, ctx_start, anchor, block: int, windows: set, device: torch.device):
-        self.flex = device.type == "cuda"
+    def __init__(self, tokens: int, ctx_start, anchor, block: int, windows: set, flex: bool):
+        self.flex, device = flex, anchor.device
         n = anchor.numel()
 
         def rule(window):
@@ -104,39 +107,33 @@ class Attention:
         self.masks = {}
         for w in windows:
             if self.flex:
-                from torch.nn.attention.flex_attention import create_block_mask
-
-                self.masks[w] = create_block_mask(rule(w), None, None, n * block, tokens + n * block, device=device, _compile=True)
+                self.masks[w] = compiled("create_block_mask")(rule(w), None, None, n * block, tokens + n * block, device=device)
             else:
-                q = torch.arange(n * block)[:, None]
-                self.masks[w] = rule(w)(None, None, q, torch.arange(tokens + n * block)[None])
+                q, kv = torch.arange(n * block, device=device), torch.arange(tokens + n * block, device=device)
+                self.masks[w] = rule(w)(None, None, q[:, None], kv[None])
 
     def __call__(self, q, k, v, window):
         """q [rows, hq, D], k and v [T + N*B, hk, D]; gives [rows, hq*D]."""
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.flex:
-            y = compiled_flex()(q, k, v, block_mask=self.masks[window], enable_gqa=True)
+            y = compiled("flex_attention")(q, k, v, block_mask=self.masks[window], enable_gqa=True)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[window], enable_gqa=True)
         return y[0].transpose(0, 1).flatten(1)
 
 
-FLEX = []
-
-
-def compiled_flex():
-    if not FLEX:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        FLEX.append(torch.compile(flex_attention, dynamic=True))
-    return FLEX[0]
+@functools.cache
+def compiled(name: str):
+    """A compiled function of torch.nn.attention.flex_attention; the attention itself is compiled once for all shapes."""
+    return torch.compile(getattr(torch.nn.attention.flex_attention, name), dynamic=True if name == "flex_attention" else None)
 
 
 class Drafter:
     """The plain checkpoint's tensors as fp32 masters, and the DFlash forward pass over them."""
 
-    def __init__(self, folder: pathlib.Path, device: torch.device):
+    def __init__(self, folder: pathlib.Path, device: torch.device, attention: str | None):
         self.config = json.loads((folder / "config.json").read_text())
+        self.flex = (attention or ("flex" if device.type == "cuda" and self.config["head_dim"] >= 16 else "dense")) == "flex"
         self.w = {k: v.to(device, torch.float32).requires_grad_() for k, v in load_file(folder / "model.safetensors").items()}
         # Sorted, so that the order of the gradient norm's sum does not depend on the file.
         self.parameters = [self.w[k] for k in sorted(self.w)]
@@ -153,7 +150,7 @@ class Drafter:
         ids = torch.full((anchor.numel(), b), mask_token, device=anchor.device)
         ids[:, 0] = tokens[ctx_start + anchor]
         x = embed[ids.flatten()]
-        attention = Attention(tokens.numel(), ctx_start, anchor, b, set(self.windows()), x.device)
+        attention = Attention(tokens.numel(), ctx_start, anchor, b, set(self.windows()), self.flex)
         ctx = rms_norm(F.linear(captured, w["fc.weight"]), w["hidden_norm.weight"], eps)
         key_pos = torch.cat([positions, slot_pos])
 
@@ -229,6 +226,7 @@ def main() -> int:
     parser.add_argument("--drafter", type=pathlib.Path, required=True, help="plain folder with the initial weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32")
+    parser.add_argument("--attention", choices=["flex", "dense"])
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines, one per step (standard output otherwise)")
     parser.add_argument("--save", type=pathlib.Path, help="write the trained weights (plain names, fp32) here")
     parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward pass, to save memory")
@@ -244,7 +242,7 @@ def main() -> int:
     if len(groups) < len(run["lr"]):
         print(f"{args.dump}: {len(run['lr'])} learning rates but batches for {len(groups)} steps; stops there", file=sys.stderr)
     target = Target(args.target, device, torch.bfloat16 if bf16 else torch.float32, run["layer_ids"])
-    drafter = Drafter(args.drafter, device)
+    drafter = Drafter(args.drafter, device, args.attention)
     if drafter.config["block_size"] != run["block"]:
         raise SystemExit(f"block size {drafter.config['block_size']} of the drafter, {run['block']} of the dump")
     optimizer = torch.optim.AdamW(drafter.parameters, betas=tuple(run["betas"]), eps=run["eps"], weight_decay=run["weight_decay"])
