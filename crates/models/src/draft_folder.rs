@@ -20,7 +20,7 @@ use crate::tensor_names::{FusedTensor, draft_sources};
 pub enum DraftFolderError {
     /// Its config.json.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Config(Box<ConfigError>),
     /// Its tensors.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -30,7 +30,7 @@ pub enum DraftFolderError {
         /// The folder.
         folder: PathBuf,
         /// The field and what to do.
-        error: DraftError,
+        error: Box<DraftError>,
     },
     /// Tensors of a relative of DFlash.
     #[error(
@@ -43,6 +43,12 @@ pub enum DraftFolderError {
         /// Their names, numbers written `{i}`.
         patterns: Vec<String>,
     },
+}
+
+impl From<ConfigError> for DraftFolderError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(Box::new(error))
+    }
 }
 
 /// An opened drafter.
@@ -66,7 +72,7 @@ impl DraftFolder {
         let path = folder.join("config.json");
         let mut warnings = Vec::new();
         let (format, config) = draft_json::read(&path, &read_object(&path)?, target, &mut warnings)?;
-        let draft = |error| DraftFolderError::Draft { folder: folder.to_owned(), error };
+        let draft = |error| DraftFolderError::Draft { folder: folder.to_owned(), error: Box::new(error) };
         config.validate().map_err(draft)?;
         config.check_target(target).map_err(draft)?;
         let checkpoint = Checkpoint::open(folder)?;

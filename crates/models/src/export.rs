@@ -79,13 +79,19 @@ pub enum ExportError {
     },
     /// What was written does not open.
     #[error("the written folder does not read back: {0}")]
-    Readback(#[from] DraftFolderError),
+    Readback(Box<DraftFolderError>),
     /// What was written reads back as something else.
     #[error("the written folder differs from what was asked for: {detail}\ncheck the disk; nothing was put in place")]
     Differs {
         /// Where.
         detail: String,
     },
+}
+
+impl From<DraftFolderError> for ExportError {
+    fn from(error: DraftFolderError) -> Self {
+        Self::Readback(Box::new(error))
+    }
 }
 
 /// What to export.

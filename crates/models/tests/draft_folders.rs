@@ -37,8 +37,11 @@ fn small() -> DraftConfig {
     }
 }
 
+/// The program's tensors by name.
+type Masters = BTreeMap<String, Vec<f32>>;
+
 /// fp32 masters that bf16 cannot hold, different in every element.
-fn masters(config: &DraftConfig) -> BTreeMap<String, Vec<f32>> {
+fn masters(config: &DraftConfig) -> Masters {
     let mut next = 0u32;
     draft_sources(config)
         .into_iter()
@@ -60,7 +63,7 @@ fn write(
     folder: &Path,
     format: Format,
     config: &DraftConfig,
-    masters: &BTreeMap<String, Vec<f32>>,
+    masters: &Masters,
     replace: bool,
 ) -> Result<ExportReport, ExportError> {
     let weights = masters.iter().map(|(name, values)| (name.clone(), Weights::F32(values))).collect();
@@ -266,7 +269,7 @@ fn wrong_weights_are_refused_and_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("out");
     let config = small();
-    let attempt = |change: &dyn Fn(&mut BTreeMap<String, Vec<f32>>)| {
+    let attempt = |change: &dyn Fn(&mut Masters)| {
         let mut masters = masters(&config);
         change(&mut masters);
         let error = write(&folder, Format::Plain, &config, &masters, false).unwrap_err();
