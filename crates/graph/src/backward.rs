@@ -29,6 +29,8 @@ pub struct Backward<'b, 'p> {
     wanted: HashSet<TensorId>,
     consumers: HashMap<TensorId, usize>,
     grads: HashMap<TensorId, TensorId>,
+    /// Gradient tensors that were made to be added to.
+    sums: HashSet<TensorId>,
     /// Recomputed stand-ins of forward tensors, in force while one layer is walked.
     stand_ins: HashMap<TensorId, TensorId>,
 }
@@ -70,15 +72,23 @@ impl Backward<'_, '_> {
     }
 
     /// The tensor to put a contribution to `t`'s gradient in, and whether to add (true) or to overwrite (false).
+    ///
+    /// # Panics
+    /// When `t` has a gradient that was not made to be added to: another tensor may share it, or the caller owns it, or it is too
+    /// narrow for a sum.
     pub fn grad_to_add(&mut self, t: TensorId) -> (TensorId, bool) {
         let t = self.original(t);
         if let Some(&g) = self.grads.get(&t) {
+            assert!(self.sums.contains(&g), "the gradient of `{}` cannot be added to", self.builder.program.get(t).name);
             return (g, true);
         }
         let several = self.consumers.get(&t).copied().unwrap_or(0) > 1;
         let shape = self.builder.shape(t);
         let g = if several { self.builder.temp("d_sum", &shape, DType::F32) } else { self.builder.act("d_input", &shape) };
         self.grads.insert(t, g);
+        if several {
+            self.sums.insert(g);
+        }
         (g, false)
     }
 
@@ -91,6 +101,14 @@ impl Backward<'_, '_> {
         if self.wanted.contains(&t) {
             let old = self.grads.insert(t, g);
             assert!(old.is_none(), "two gradients for `{}`", self.builder.program.get(t).name);
+        }
+    }
+
+    /// Declares `g`, which an op formed from the gradient so far and its own part, to be the whole gradient of `t`.
+    pub fn supersede_grad(&mut self, t: TensorId, g: TensorId) {
+        let t = self.original(t);
+        if self.wanted.contains(&t) {
+            self.grads.insert(t, g);
         }
     }
 
@@ -121,6 +139,7 @@ pub fn differentiate(builder: &mut PhaseBuilder<'_>, what: Differentiate<'_>) ->
         wanted,
         consumers,
         grads: what.seeds.iter().copied().collect(),
+        sums: HashSet::new(),
         stand_ins: HashMap::new(),
     };
     let groups = layers(&nodes[..last]);

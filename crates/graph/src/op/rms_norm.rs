@@ -55,7 +55,7 @@ pub struct RmsNormBwd {
     pub rstd: TensorId,
     /// Gradient of y, `[T, H]`, activation dtype or F32.
     pub dy: TensorId,
-    /// Gradient that reaches the stream from later, `[T, H]`.
+    /// Gradient that reaches the stream from later, `[T, H]`, activation dtype or F32.
     pub dres: Option<TensorId>,
     /// Gradient of the stream, `[T, H]`; absent when nothing before needs it.
     pub dx: Option<TensorId>,
@@ -106,7 +106,8 @@ impl Contract for RmsNorm {
         if let Some(dx) = dx {
             match self.residual {
                 Some(r) => backward.share_grad(dx, &[self.x, r.delta]),
-                None => backward.replace_grad(self.x, dx),
+                // `dres` is x's gradient so far, and dx takes it in.
+                None => backward.supersede_grad(self.x, dx),
             }
         }
     }
