@@ -227,6 +227,11 @@ impl Heads {
     }
 
     pub(crate) fn check(self) {
-        assert!(self.kv > 0 && self.q % self.kv == 0, "{} query heads do not divide over {} key/value heads", self.q, self.kv);
+        assert!(
+            self.kv > 0 && self.q.is_multiple_of(self.kv),
+            "{} query heads do not divide over {} key/value heads",
+            self.q,
+            self.kv
+        );
     }
 }

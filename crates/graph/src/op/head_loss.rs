@@ -79,6 +79,7 @@ impl Contract for HeadLoss {
 
 impl PhaseBuilder<'_> {
     /// Appends the loss over x's rows; returns dx when `with_gradient`.
+    #[expect(clippy::too_many_arguments, reason = "operands of different kinds, each named at the only call of a model")]
     pub fn head_loss(
         &mut self,
         x: TensorId,
