@@ -1,0 +1,373 @@
+//! The list of op cases that every executor must pass, generic over [`Executor`].
+//!
+//! Job: for each op a few tiny programs with typical and hostile inputs, run by the executor and compared with the oracle, output by
+//! output. Refuses to know any executor: tests in the executors' own crates call [`run_case`] for each of [`suite`].
+//! Invariants: what an op is to write holds NaN (`i32::MIN` for integers) before the run; every case has must-fail twins
+//! ([`corrupt`]), and a test of this crate proves that each is caught.
+//!
+//! ```no_run
+//! # use drafthorse_graph::DType;
+//! # use drafthorse_testkit::{op_suite, oracle::OracleExecutor};
+//! for case in op_suite::suite(DType::F32) {
+//!     op_suite::run_case(&case, |program, frozen| OracleExecutor::new(program, frozen)).unwrap();
+//! }
+//! ```
+
+mod attention;
+mod build;
+mod dense;
+mod drafter;
+mod heads;
+mod loss;
+mod optimizer;
+mod rows;
+
+pub use drafter::{MiniDrafter, MiniDrafterOptions, mini_drafter};
+
+use crate::compare::{Bound, EPS_BF16, EPS_F32, Mismatch, SumMass, compare};
+use crate::oracle::{Masses, Rounding, Value, Values, round_to, run_op};
+use drafthorse_graph::{Access, DType, ExecError, Executor, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Factor on the error model of [`crate::compare`]. Twice the model leaves room for another order of summation and for approximate
+/// exponentials; the must-fail twins show what it still catches.
+pub const SLACK: f64 = 2.0;
+
+/// Content of a frozen tensor, handed to an executor when it is made.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FrozenData {
+    /// For F32 and BF16 tensors, already rounded to the declared type.
+    F32(Vec<f32>),
+}
+
+/// How an output is compared.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Rule {
+    /// The error model for floats, equality for integers.
+    Model,
+    /// Equality of the stored values.
+    Exact,
+    /// The error model at these elements; the contract leaves the others open.
+    Only(Vec<usize>),
+    /// `rel·|want| + rms·(mean want²)^½`: for programs of many ops, whose masses are not propagated.
+    Near {
+        /// Share of the wanted value.
+        rel: f64,
+        /// Share of the tensor's root mean square.
+        rms: f64,
+    },
+}
+
+/// Where the last term of a case's sums comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastTerm {
+    /// The last column of this operand.
+    Column(TensorId),
+    /// The last row of this operand.
+    Row(TensorId),
+}
+
+/// One op (or a short chain of phases) with its inputs.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Unique in its suite.
+    pub name: String,
+    /// The program.
+    pub program: Arc<Program>,
+    /// Run in this order.
+    pub phases: Vec<PhaseId>,
+    /// Content of every tensor that is read or updated before something writes it.
+    pub values: Values,
+    /// Rules other than [`Rule::Model`].
+    pub rules: HashMap<TensorId, Rule>,
+    /// For [`Corruption::DropLastTerm`].
+    pub last_term: Option<LastTerm>,
+}
+
+/// What an executor computed, or what it should have.
+pub type Outputs = HashMap<TensorId, Value>;
+
+/// Results of the oracle.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    /// Unrounded, of every tensor that an op writes.
+    pub values: Values,
+    /// Masses of the op that wrote a tensor last.
+    pub masses: Masses,
+}
+
+/// Why a case failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CaseError {
+    /// The executor refused.
+    #[error("case `{case}`: {source}")]
+    Exec {
+        /// The case.
+        case: String,
+        /// The executor's error.
+        source: ExecError,
+    },
+    /// An output is wrong.
+    #[error("case `{case}`: {source}")]
+    Output {
+        /// The case.
+        case: String,
+        /// Where.
+        source: Mismatch,
+    },
+}
+
+/// A fault planted in an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Corruption {
+    /// One element is left as it was before the run: NaN or `i32::MIN`.
+    Unwritten,
+    /// Up to 4×4 elements around the largest are zero.
+    ZeroTile,
+    /// The largest element has the other sign.
+    FlipSign,
+    /// Sums lack their last term.
+    DropLastTerm,
+}
+
+impl Corruption {
+    /// All of them.
+    pub const ALL: [Corruption; 4] =
+        [Corruption::Unwritten, Corruption::ZeroTile, Corruption::FlipSign, Corruption::DropLastTerm];
+}
+
+/// Every case, with activations and trainable weights declared as `act` (F32 or BF16).
+///
+/// An executor that stores wider than declared must round what it stores to pass the BF16 suite.
+pub fn suite(act: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    cases.extend(rows::cases(act));
+    cases.extend(dense::cases(act));
+    cases.extend(heads::cases(act));
+    cases.extend(attention::cases(act));
+    cases.extend(loss::cases(act));
+    cases.extend(optimizer::cases(act));
+    cases.extend(drafter::cases(act));
+    cases
+}
+
+/// Runs a case on the executor that `make` gives and compares every output.
+///
+/// # Errors
+/// The first output that is wrong, or the executor's error.
+pub fn run_case<E: Executor>(
+    case: &Case,
+    make: impl FnOnce(Arc<Program>, HashMap<TensorId, FrozenData>) -> E,
+) -> Result<(), CaseError> {
+    let outputs = execute(case, make).map_err(|source| CaseError::Exec { case: case.name.clone(), source })?;
+    case.check(&case.expected(), &outputs)
+}
+
+/// Runs a case and reads its outputs, without comparing them.
+///
+/// # Errors
+/// The executor's.
+pub fn execute<E: Executor>(
+    case: &Case,
+    make: impl FnOnce(Arc<Program>, HashMap<TensorId, FrozenData>) -> E,
+) -> Result<Outputs, ExecError> {
+    let mut executor = make(Arc::clone(&case.program), case.frozen());
+    for (id, tensor) in case.program.tensors() {
+        let value = match (tensor.role, case.values.get(&id)) {
+            (Role::Frozen | Role::Slot | Role::Phase, _) => continue,
+            (_, Some(value)) => value.clone(),
+            (_, None) => poison(tensor.dtype, tensor.len()),
+        };
+        match value {
+            Value::Float(v) => {
+                let v: Vec<f32> = v.iter().map(|&x| x as f32).collect();
+                executor.write(id, HostRef::F32(&v))?;
+            }
+            Value::Int(v) => executor.write(id, HostRef::I32(&v))?,
+        }
+    }
+    let mut slot = None;
+    for &phase in &case.phases {
+        match case.program.slot_access(phase) {
+            None => executor.run(phase, SlotArg::None)?,
+            Some(access) => {
+                let mut held = match slot.take() {
+                    Some(held) => held,
+                    None => executor.new_slot()?,
+                };
+                let arg = if access == Access::Write { SlotArg::Write(&mut held) } else { SlotArg::Read(&held) };
+                executor.run(phase, arg)?;
+                slot = Some(held);
+            }
+        }
+    }
+    let mut outputs = Outputs::new();
+    for t in case.outputs() {
+        let tensor = case.program.get(t);
+        let value = if tensor.dtype.is_float() {
+            let mut v = vec![f32::NAN; tensor.len()];
+            executor.read(t, HostMut::F32(&mut v))?;
+            Value::Float(v.into_iter().map(f64::from).collect())
+        } else {
+            let mut v = vec![i32::MIN; tensor.len()];
+            executor.read(t, HostMut::I32(&mut v))?;
+            Value::Int(v)
+        };
+        outputs.insert(t, value);
+    }
+    Ok(outputs)
+}
+
+fn poison(dtype: DType, len: usize) -> Value {
+    if dtype.is_float() { Value::Float(vec![f64::NAN; len]) } else { Value::Int(vec![i32::MIN; len]) }
+}
+
+impl Case {
+    /// Tensors that the phases write or update and that outlive them, in declaration order.
+    pub fn outputs(&self) -> Vec<TensorId> {
+        let mut out: Vec<TensorId> = Vec::new();
+        for &phase in &self.phases {
+            for node in &self.program.phase(phase).nodes {
+                node.op.for_each(|access, t| {
+                    let lives = !matches!(self.program.get(t).role, Role::Phase | Role::Slot);
+                    if matches!(access, Access::Write | Access::Update) && lives {
+                        out.push(t);
+                    }
+                });
+            }
+        }
+        out.sort_unstable();
+        out.dedup();
+        out
+    }
+
+    /// Content of the frozen tensors.
+    pub fn frozen(&self) -> HashMap<TensorId, FrozenData> {
+        let of = |t: TensorId| FrozenData::F32(self.values[&t].floats().iter().map(|&x| x as f32).collect());
+        self.program.of_role(Role::Frozen).into_iter().map(|t| (t, of(t))).collect()
+    }
+
+    /// What the oracle makes of the case's inputs.
+    pub fn expected(&self) -> Expected {
+        self.expected_of(self.values.clone())
+    }
+
+    fn expected_of(&self, mut values: Values) -> Expected {
+        for (id, tensor) in self.program.tensors().filter(|(_, t)| t.role != Role::Phase) {
+            values.entry(id).or_insert_with(|| poison(tensor.dtype, tensor.len()));
+        }
+        let mut expected = Expected { values: Values::new(), masses: Masses::new() };
+        for &phase in &self.phases {
+            for node in &self.program.phase(phase).nodes {
+                let masses = run_op(&self.program, &node.op, &mut values, Rounding::Declared);
+                expected.masses.extend(masses);
+                node.op.for_each(|access, t| {
+                    if matches!(access, Access::Write | Access::Update) {
+                        let value = values.get_mut(&t).expect("the op wrote it");
+                        expected.values.insert(t, value.clone());
+                        if let Value::Float(v) = value {
+                            v.iter_mut().for_each(|x| *x = round_to(self.program.get(t).dtype, *x));
+                        }
+                    }
+                });
+            }
+        }
+        expected
+    }
+
+    /// Compares every output with what is expected.
+    ///
+    /// # Errors
+    /// The first output that is wrong.
+    pub fn check(&self, expected: &Expected, outputs: &Outputs) -> Result<(), CaseError> {
+        for t in self.outputs() {
+            self.check_output(expected, t, &outputs[&t])
+                .map_err(|source| CaseError::Output { case: self.name.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    fn check_output(&self, expected: &Expected, t: TensorId, got: &Value) -> Result<(), Mismatch> {
+        let tensor = self.program.get(t);
+        let eps_of = |dtype| if dtype == DType::BF16 { EPS_BF16 } else { EPS_F32 };
+        let model = |mass| Bound::Sum { slack: SLACK, eps: eps_of(tensor.dtype), inner_eps: eps_of(self.program.act), mass };
+        let (got, want) = match (got, &expected.values[&t]) {
+            (Value::Int(got), Value::Int(want)) => return compare(&tensor.name, &tensor.shape, got, want, Bound::Exact),
+            (got, want) => (got.wide(), want.wide()),
+        };
+        let mass = &expected.masses[&t];
+        match self.rules.get(&t).unwrap_or(&Rule::Model) {
+            Rule::Model => compare(&tensor.name, &tensor.shape, &got, &want, model(mass)),
+            Rule::Exact => {
+                let want: Vec<f64> = want.iter().map(|&w| round_to(tensor.dtype, w)).collect();
+                compare(&tensor.name, &tensor.shape, &got, &want, Bound::Exact)
+            }
+            Rule::Only(at) => {
+                let pick = |v: &[f64]| -> Vec<f64> { at.iter().map(|&i| v[i]).collect() };
+                let mass = SumMass { terms: mass.terms, abs: pick(&mass.abs), rounded: Vec::new() };
+                compare(&tensor.name, &[at.len()], &pick(&got), &pick(&want), model(&mass))
+            }
+            &Rule::Near { rel, rms } => {
+                let mean_square = want.iter().map(|w| w * w).sum::<f64>() / want.len().max(1) as f64;
+                compare(&tensor.name, &tensor.shape, &got, &want, Bound::AbsRel { abs: rms * mean_square.sqrt(), rel })
+            }
+        }
+    }
+}
+
+/// Plants a fault in output `t` (in all outputs for [`Corruption::DropLastTerm`]); false where the fault would change nothing.
+pub fn corrupt(case: &Case, outputs: &mut Outputs, t: TensorId, how: Corruption) -> bool {
+    if how == Corruption::DropLastTerm {
+        return drop_last_term(case, outputs);
+    }
+    let tensor = case.program.get(t);
+    let value = outputs.get_mut(&t).expect("an output of the case");
+    let wide = value.wide();
+    let looked_at: Vec<usize> = match case.rules.get(&t) {
+        Some(Rule::Only(at)) => at.clone(),
+        _ => (0..wide.len()).collect(),
+    };
+    let Some(&largest) = looked_at.iter().max_by(|&&a, &&b| wide[a].abs().total_cmp(&wide[b].abs())) else { return false };
+    let tile: Vec<usize> = match how {
+        Corruption::ZeroTile if !matches!(case.rules.get(&t), Some(Rule::Only(_))) => {
+            let cols = tensor.shape[1..].iter().product::<usize>().max(1);
+            let (row, col) = (largest / cols / 4 * 4, largest % cols / 4 * 4);
+            let rows = row..(row + 4).min(tensor.rows());
+            rows.flat_map(|r| (col..(col + 4).min(cols)).map(move |c| r * cols + c)).collect()
+        }
+        _ => vec![largest],
+    };
+    if how != Corruption::Unwritten && wide[largest] == 0.0 {
+        return false;
+    }
+    match value {
+        Value::Float(v) => tile.iter().for_each(|&i| v[i] = [f64::NAN, 0.0, -v[i]][how as usize]),
+        Value::Int(v) => tile.iter().for_each(|&i| v[i] = [i32::MIN, 0, -v[i]][how as usize]),
+    }
+    true
+}
+
+fn drop_last_term(case: &Case, outputs: &mut Outputs) -> bool {
+    let Some(last) = case.last_term else { return false };
+    let (LastTerm::Column(t) | LastTerm::Row(t)) = last;
+    let (rows, cols) = (case.program.get(t).rows(), case.program.get(t).cols());
+    let mut values = case.values.clone();
+    let Some(Value::Float(v)) = values.get_mut(&t) else { return false };
+    for r in 0..rows {
+        for c in 0..cols {
+            let last = match last {
+                LastTerm::Column(_) => c + 1 == cols,
+                LastTerm::Row(_) => r + 1 == rows,
+            };
+            if last {
+                v[r * cols + c] = 0.0;
+            }
+        }
+    }
+    let without = case.expected_of(values);
+    for (t, out) in outputs {
+        *out = without.values[t].clone();
+    }
+    true
+}
