@@ -1,9 +1,9 @@
 """Speculative decoding at temperature 0 with the tiny target qwen3_default and a tiny drafter, token by token.
 
-The drafter is first trained here on the target's own greedy outputs, so that acceptance varies; `--weights FILE` takes plain weights
-instead. Nothing is cached: every pass runs the target over the whole sequence again, float32, eager attention, which is what a cache
-has to reproduce. Prompts are drawn until every decision has a clear margin between its two best tokens, so that another order of
-summation gives the same tokens. The emitted tokens are asserted to be those of plain greedy decoding.
+The drafter is first trained here on the target's own greedy outputs, so that acceptance varies; `--weights FILE` takes plain
+weights instead. Nothing is cached: every pass runs the target over the whole sequence again, float32, eager attention, which is
+what a cache has to reproduce. Prompts are drawn until every decision has a clear margin between its two best tokens, so that
+another order of summation gives the same tokens. The emitted tokens are asserted to be those of plain greedy decoding.
 
 Writes infer/drafter/ (published form), infer/drafter-fused.safetensors, infer/decode.json, infer/decode.safetensors.
 """
@@ -20,8 +20,8 @@ from common import DATA, Source, i32, save, save_json, setup
 
 TARGET, LAYER_IDS = "qwen3_default", [0, 2]
 SLIDING, FULL = "sliding_attention", "full_attention"
-CFG = dm.Config(hidden=40, target_hidden=40, captured=2, heads=4, kv_heads=2, head_dim=8, inter=40, vocab=128, block=8, mask_token=0,
-                layer_types=(SLIDING, FULL), window=16)
+CFG = dm.Config(hidden=40, target_hidden=40, captured=2, heads=4, kv_heads=2, head_dim=8, inter=40, vocab=128, block=8,
+                mask_token=0, layer_types=(SLIDING, FULL), window=16)
 TARGET_MARGIN, DRAFT_MARGIN = 1e-3, 5e-4
 # Prompt length and max_new_tokens (the prefill's token counts). The last one also gets a stop token.
 REQUESTS = [(1, 40), (3, 30), (7, 45), (12, 24), (19, 33), (5, 60)]
@@ -95,8 +95,9 @@ def margin(logits: torch.Tensor) -> float:
 
 @torch.no_grad()
 def decode(target: Target, w, prompt: torch.Tensor, limit: int, stop: int | None) -> dict:
-    """One prompt. A pass: draft a block after the anchor (the last emitted token), run the target over anchor and drafts, accept the
-    longest prefix of drafts that the target would have chosen, emit it and the target's next token; cut after the stop token or limit.
+    """One prompt. A pass: draft a block after the anchor (the last emitted token), run the target over anchor and drafts, accept
+    the longest prefix of drafts that the target would have chosen, emit it and the target's next token; cut after the stop token
+    or the limit.
     """
     target_margin, draft_margin = float("inf"), float("inf")
     features, logits = target.run(prompt)
@@ -125,7 +126,8 @@ def decode(target: Target, w, prompt: torch.Tensor, limit: int, stop: int | None
     assert by_passes == len(emitted) - 1
     return {
         "request": {"prompt": prompt.tolist(), "max_new_tokens": limit, "stop_token": stop, "emitted": emitted,
-                    "finish": "stop" if emitted[-1] == stop else "length", "passes": passes, "tau": by_passes / max(1, len(passes)),
+                    "finish": "stop" if emitted[-1] == stop else "length", "passes": passes,
+                    "tau": by_passes / max(1, len(passes)),
                     "smallest_target_margin": target_margin, "smallest_draft_margin": draft_margin},
         "first": first, "clear": target_margin > TARGET_MARGIN and draft_margin > DRAFT_MARGIN,
     }

@@ -1,9 +1,9 @@
 """A short training run from end to end: tiny target, dumped batches, tiny drafter, six optimizer steps.
 
-Writes train/run.json and train/batch-*.safetensors in the dump format of twin_train.py, and train/expected.json with loss, gradient
-norm and expected acceptance per step. The target is qwen3_default (float32, eager); the drafter starts from infer/drafter, so that it
-hits now and then; its step is dflash_model.py in float64. Eleven batches with G = 2, so the last step has one batch; three batches
-have padded rows and blocks.
+Writes train/run.json and train/batch-*.safetensors in the dump format of twin_train.py, and train/expected.json with loss,
+gradient norm and expected acceptance per step. The target is qwen3_default (float32, eager); the drafter starts from
+infer/drafter, so that it hits now and then; its step is dflash_model.py in float64. Eleven batches with G = 2, so the last step
+has one batch; three batches have padded rows and blocks.
 """
 
 import torch
@@ -85,12 +85,15 @@ def main() -> None:
         norm = torch.nn.utils.clip_grad_norm_(w.values(), CLIP).item()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        steps.append({"lr": lr, "loss": (loss_sum / weight_sum).item(), "loss_sum": loss_sum.item(), "weight_sum": weight_sum.item(),
+        steps.append({"lr": lr, "loss": (loss_sum / weight_sum).item(), "loss_sum": loss_sum.item(),
+                      "weight_sum": weight_sum.item(),
                       "grad_norm": norm, "expected_acceptance": 1.0 + kept / blocks})
     totals = {k: v.detach().sum().item() for k, v in w.items()}
     squares = {k: v.detach().pow(2).sum().item() for k, v in w.items()}
-    save_json(folder / "expected.json", {"target": infer.TARGET, "drafter": "infer/drafter", "steps": steps, "final_weight_sum": totals,
-                                         "final_weight_sum_of_squares": squares})
+    save_json(folder / "expected.json", {
+        "target": infer.TARGET, "drafter": "infer/drafter", "steps": steps, "final_weight_sum": totals,
+        "final_weight_sum_of_squares": squares,
+    })
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 --check wants equal bytes and says so. Another processor may sum in another order, so a safetensors file or JSON that differs in
 bytes passes if names, shapes and integers are equal and every float is within 1e-4 * (1 + largest of its tensor); the line then
-says how far apart they are. Trained drafter weights (infer.py) are compared in bytes only where they are reproducible: see README.
+says how far apart they are. Trained drafter weights (infer.py) are compared in bytes only where they are reproducible: see
+README.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def manifest(folder: pathlib.Path) -> dict:
     for name in files(folder):
         makers = [(s, seeds) for s, prefix, seeds in SCRIPTS if name.startswith(prefix)]
         if len(makers) != 1:
-            raise SystemExit(f"golden/data/{name}: made by no script of SCRIPTS in make.py\nadd its script there, or delete the file")
+            raise SystemExit(f"golden/data/{name}: made by no script of SCRIPTS in make.py\nadd its script there, or delete it")
         [(script, seeds)] = makers
         owner[name] = {"sha256": sha256(folder / name), "script": script, "seeds": seeds}
     versions = {"numpy": numpy.__version__, "safetensors": safetensors.__version__, "torch": torch.__version__.split("+")[0],
@@ -101,12 +102,13 @@ def read(path: pathlib.Path):
 def check_twin(tmp: pathlib.Path) -> int:
     """The twin, run on the dump of train/, against the float64 reference; the number of steps that differ."""
     lines = tmp / "twin.jsonl"
-    subprocess.run([sys.executable, HERE / "twin_train.py", "--dump", DATA / "train", "--target", DATA / "targets" / "qwen3_default",
-                    "--drafter", DATA / "infer" / "drafter", "--device", "cpu", "--dtype", "fp32", "--out", lines], check=True)
+    subprocess.run([sys.executable, HERE / "twin_train.py", "--dump", DATA / "train", "--target",
+                    DATA / "targets" / "qwen3_default", "--drafter", DATA / "infer" / "drafter", "--device", "cpu", "--dtype", "fp32", "--out", lines], check=True)
     got = [json.loads(line) for line in lines.read_text().splitlines()]
     want = json.loads((DATA / "train" / "expected.json").read_text())["steps"]
+    keys = ("loss", "weight_sum", "grad_norm", "expected_acceptance")
     off = [s for s, (g, w) in enumerate(zip(got, want, strict=True))
-           if not all(abs(g[k] - w[k]) <= 1e-5 * (1 + abs(w[k])) for k in ("loss", "weight_sum", "grad_norm", "expected_acceptance"))]
+           if not all(abs(g[k] - w[k]) <= 1e-5 * (1 + abs(w[k])) for k in keys)]
     print(f"{'FAIL' if off else 'near'} twin_train.py: {len(want) - len(off)} of {len(want)} steps agree")
     return len(off)
 
@@ -131,7 +133,8 @@ def check() -> int:
                 d = distance(read(old), read(new))
                 ok = d is not None and d <= TOLERANCE
                 bad += not ok
-                print(f"{'near' if ok else 'FAIL'} {name}: {'names, shapes or integers differ' if d is None else f'{d:.1e} apart'}")
+                why = "names, shapes or integers differ" if d is None else f"{d:.1e} apart"
+                print(f"{'near' if ok else 'FAIL'} {name}: {why}")
             else:
                 print(f"same {name}")
         bad += check_twin(pathlib.Path(tmp))

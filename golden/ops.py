@@ -1,8 +1,8 @@
 """Value and gradients of every op on small hostile shapes, by float64 autograd from float32 inputs.
 
 ops.safetensors holds `{case}.{tensor}`, ops.json the scalars of each case. In every case `d_y` (or `d_q`, `d_x_out` ...: the
-name says of which output) is the upstream gradient, and `grad_x` the gradient of sum(d_y * y) for input x. Matrices of heads are
-stored flat as [rows, heads*D], head-major; head h reads key head h // (hq/hk).
+name says of which output) is the upstream gradient, and `grad_x` the gradient of sum(d_y * y) for input x. Matrices of heads
+are stored flat as [rows, heads*D], head-major; head h reads key head h // (hq/hk).
 """
 
 import math
@@ -80,8 +80,8 @@ def qk_norm_ropes(src: Source) -> None:
         q, k = (dm.rope(x, positions, theta, rotary) for x in (q, k))
         outputs = {"q": q.flatten(1), "k": k.flatten(1), "v": v.flatten(1)}
         up = {f"d_{n}": src.normal(*y.shape) for n, y in outputs.items()}
-        record(case, {"qkv": qkv} | w, outputs, up, {"positions": positions}, heads=hq, kv_heads=hk, head_dim=d, rotary_dim=rotary,
-               theta=theta, eps=1e-6 if norms else None)
+        record(case, {"qkv": qkv} | w, outputs, up, {"positions": positions}, heads=hq, kv_heads=hk, head_dim=d,
+               rotary_dim=rotary, theta=theta, eps=1e-6 if norms else None)
 
 
 def swiglu(src: Source) -> None:
@@ -122,7 +122,8 @@ def cached(src: Source) -> None:
     q, k, v = src.normal(rows, hq * d), src.normal(capacity, hk * d), src.normal(capacity, hk * d)
     k[offset + rows:], v[offset + rows:] = 1e3, -1e3
     mask = torch.arange(capacity)[None] <= offset + torch.arange(rows)[:, None]
-    OUT.update({"cached.q": q, "cached.k": k, "cached.v": v, "cached.y": attend(q.double(), k.double(), v.double(), mask, hq, hk)})
+    y = attend(q.double(), k.double(), v.double(), mask, hq, hk)
+    OUT.update({"cached.q": q, "cached.k": k, "cached.v": v, "cached.y": y})
     SCALARS["cached"] = {"heads": hq, "kv_heads": hk, "head_dim": d, "offset": offset, "rows": rows, "capacity": capacity}
 
 
@@ -213,8 +214,8 @@ def adamw(src: Source) -> None:
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             state = optimizer.state[w]
-            OUT.update({f"{case}.grad{s}": g, f"{case}.w{s + 1}": w.detach().clone(), f"{case}.m{s + 1}": state["exp_avg"].clone(),
-                        f"{case}.v{s + 1}": state["exp_avg_sq"].clone()})
+            OUT.update({f"{case}.grad{s}": g, f"{case}.w{s + 1}": w.detach().clone(),
+                        f"{case}.m{s + 1}": state["exp_avg"].clone(), f"{case}.v{s + 1}": state["exp_avg_sq"].clone()})
         SCALARS[case] = {"lr": lrs, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": decay, "clip": clip, "grad_norm": norms}
 
 

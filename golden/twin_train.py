@@ -1,6 +1,7 @@
 """A PyTorch twin of a training run: the same batches, the same start, the same schedule, so that two loss curves can be compared.
 
-    python twin_train.py --dump DIR --target HF_FOLDER --drafter PLAIN_FOLDER [--device cuda] [--dtype bf16|fp32] [--out FILE.jsonl]
+    python twin_train.py --dump DIR --target HF_FOLDER --drafter PLAIN_FOLDER [--device cuda] [--dtype bf16|fp32]
+                         [--attention flex|dense] [--recompute] [--out FILE.jsonl] [--save FILE.safetensors]
 
 It refuses to draw anything at random: anchors, labels and weights come from the dump.
 
@@ -22,9 +23,9 @@ batch-%06d.safetensors, numbered from 0:
     labels      i32 [N, B]   token anchor + k (slot 0 and slots past the end: any valid id)
     weights     f32 [N, B]   loss weight, 0 for slot 0 and for slots past the end
 
-fp32: target, drafter and loss in float32 (TF32 off). bf16: target in bf16, drafter under bf16 autocast with fp32 masters, norms, RoPE and
-loss in fp32. `--attention flex` is FlexAttention over block-sparse masks (CUDA, head_dim >= 16) and the default there; `--attention dense` is
-a dense boolean mask, N*B rows by T + N*B columns, and the default elsewhere.
+fp32: target, drafter and loss in float32 (TF32 off). bf16: target in bf16, drafter under bf16 autocast with fp32 masters,
+norms, RoPE and loss in fp32. `--attention flex` is FlexAttention over block-sparse masks (CUDA, head_dim >= 16) and the default
+there; `--attention dense` is a dense boolean mask, N*B rows by T + N*B columns, and the default elsewhere.
 """
 
 import argparse
