@@ -5,8 +5,8 @@
 
 --check wants equal bytes and says so. Another processor may sum in another order, so a safetensors file or JSON that differs in
 bytes passes if names, shapes and integers are equal and every float is within 1e-4 * (1 + largest of its tensor); the line then
-says how far apart they are. Trained drafter weights (infer.py) are compared in bytes only where they are reproducible: see
-README.
+says how far apart they are. The drafter of infer/ is not trained again by --check (a training run on
+another processor ends elsewhere); what it decodes is. Last, twin_train.py must give the losses of train/expected.json within 1e-5.
 """
 
 import argparse
@@ -103,7 +103,8 @@ def check_twin(tmp: pathlib.Path) -> int:
     """The twin, run on the dump of train/, against the float64 reference; the number of steps that differ."""
     lines = tmp / "twin.jsonl"
     subprocess.run([sys.executable, HERE / "twin_train.py", "--dump", DATA / "train", "--target",
-                    DATA / "targets" / "qwen3_default", "--drafter", DATA / "infer" / "drafter", "--device", "cpu", "--dtype", "fp32", "--out", lines], check=True)
+                    DATA / "targets" / "qwen3_default", "--drafter", DATA / "infer" / "drafter", "--device", "cpu",
+                    "--dtype", "fp32", "--out", lines], check=True)
     got = [json.loads(line) for line in lines.read_text().splitlines()]
     want = json.loads((DATA / "train" / "expected.json").read_text())["steps"]
     keys = ("loss", "weight_sum", "grad_norm", "expected_acceptance")
