@@ -178,6 +178,11 @@ impl Station {
         self.switch(Doing::Busy, what.into());
     }
 
+    /// Says that the worker has nothing to do and that nobody waits for it; the watchdog then never finds it busy for too long.
+    pub fn idle(&self) {
+        self.switch(Doing::Idle, What::new("idle"));
+    }
+
     /// Says that the worker waits, until the returned span is dropped; then its earlier activity goes on.
     pub fn waiting(&self, what: impl Into<What>) -> Span<'_> {
         Span { station: self, before: self.switch(Doing::Waiting, what.into()) }
@@ -452,8 +457,8 @@ impl Watchdog {
         if now.saturating_sub(since) <= limit {
             return None;
         }
-        // Whoever waits, waits for another; one that does not wait is the likelier culprit.
-        let culprit = busy.or_else(|| live.iter().max_by_key(|view| (view.doing == Doing::Idle, view.for_ns)))?;
+        // Whoever waits, waits for another, so one that is busy is the likelier culprit; without one they wait for each other.
+        let culprit = busy.or_else(|| live.iter().max_by_key(|view| (view.doing == Doing::Waiting, view.for_ns)))?;
         Some(blame(culprit, format!("no worker made progress for more than {seconds:.1} s")))
     }
 }

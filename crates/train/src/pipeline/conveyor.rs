@@ -4,7 +4,7 @@
 //! that panics, and an end that is dropped before the end of the stream cancel the run. One lock and one condition variable serve everybody:
 //! the traffic is tens of events per second, and a single condition cannot lose a wake-up to the wrong waiter.
 
-use super::board::{Board, Span, Station};
+use super::board::{Board, Span, Station, What};
 use super::cancel::{Cancel, Cancelled, Kind, Wake};
 use super::flow::{Answer, Delivered, Flow, Taken};
 use super::layout::{Batch, ConveyorError, Layout, Mode};
@@ -254,7 +254,7 @@ impl<B: Batch, S: Send + Sync + 'static> Conveyor<B, S> {
     }
 
     /// Ends the stream now, as a success: the drafters have decided together that they want no more. The feeder is told, targets and drafters
-    /// get their end, what is queued or filled is dropped. Leases that are held stay valid.
+    /// get their end (or may just leave), what is queued or filled is dropped. Leases that are held stay valid.
     pub fn halt(&self) {
         let dropped = self.0.update(Flow::halt);
         drop(dropped);
@@ -309,17 +309,19 @@ impl<B: Batch, S: Send + Sync + 'static> End<B, S> {
     }
 
     fn work(&self, taken: Taken<B, S>) -> Work<B, S> {
+        self.station.busy(What::new("writing its slot").batch(taken.batch.index()));
         Work { shared: self.shared.clone(), station: self.station.clone(), taken: Some(taken) }
     }
 
     fn filled(&self, delivered: Delivered<B, S>) -> Filled<B, S> {
+        self.station.busy(What::new("reading its slot").batch(delivered.batch.index()));
         Filled { shared: self.shared.clone(), station: self.station.clone(), delivered: Some(delivered) }
     }
 }
 
 impl<B: Batch, S: Send + Sync + 'static> Drop for End<B, S> {
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.finished && !lock(&self.shared.state).flow.is_halted() {
             self.shared.complain(&self.station, "left the conveyor before the end of the stream".to_owned());
         }
     }
@@ -360,7 +362,8 @@ pub struct TargetEnd<B: Batch, S: Send + Sync + 'static> {
 }
 
 impl<B: Batch, S: Send + Sync + 'static> TargetEnd<B, S> {
-    /// The next batch with a slot to write, in the order of `put`; `None` at the end of the stream.
+    /// The next batch with a slot to write, in the order of `put`; `None` at the end of the stream. The board then says that the worker is busy
+    /// writing the slot, until it says something better itself.
     ///
     /// # Errors
     /// [`Cancelled`].

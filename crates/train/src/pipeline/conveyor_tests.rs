@@ -281,7 +281,7 @@ fn halting_is_a_good_end_for_everybody_and_returns_every_slot() {
     let writing = target.take().unwrap().unwrap();
     conveyor.halt();
     assert!(!feeder.put(parcels(1)[0]).unwrap());
-    feeder.close();
+    drop(feeder);
     writing.fill();
     assert!(target.take().unwrap().is_none());
     assert_eq!(held.slot().content, 0);
@@ -296,7 +296,8 @@ fn work_dropped_unfilled_cancels_and_the_workers_own_error_takes_its_place() {
     let (cancel, board, conveyor, (_feeder, mut target, mut drafter)) = primed(1);
     drop(target.take().unwrap());
     let cause = cancel.cause().unwrap();
-    assert_eq!(cause.to_string(), "target 0 failed on cuda:0: dropped unfilled the slot of batch 0");
+    let text = "target 0 failed in writing its slot (batch 0) on cuda:0: dropped unfilled the slot of batch 0";
+    assert_eq!(cause.to_string(), text);
     assert!(drafter.next().is_err());
     assert_eq!(conveyor.counters().free_slots, [2], "the slot went back");
     cancel.cancel(board.register("target 0", None).cause(Kind::Failed, "out of memory"));

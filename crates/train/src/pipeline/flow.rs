@@ -167,6 +167,10 @@ impl<B: Batch, S> Flow<B, S> {
         Answer::Now(Taken { seq, batch, slot, pool })
     }
 
+    pub(crate) fn is_halted(&self) -> bool {
+        self.halted
+    }
+
     /// A target has written its slot. Returns what is to be dropped if the stream was halted meanwhile.
     pub(crate) fn fill(&mut self, taken: Taken<B, S>) -> Option<Arc<B>> {
         let Taken { seq, batch, slot, pool } = taken;

@@ -384,7 +384,7 @@ impl Entrant {
         Ok(())
     }
 
-    /// Says that the worker is ready and waits until everybody is.
+    /// Says that the worker is ready and waits until everybody is. Going through is progress, and the worker is idle until it says otherwise.
     ///
     /// # Errors
     /// [`Cancelled`] if the run is cancelled before the gate opens.
@@ -397,18 +397,17 @@ impl Entrant {
             self.gate.settle(&mut state);
         }
         self.gate.emit();
-        let mut state = lock(&shared.state);
-        if state.open {
-            return Ok(());
-        }
-        let _span = self.station.waiting("the gate");
-        loop {
-            shared.cancel.check()?;
-            if state.open {
-                return Ok(());
+        self.station.idle();
+        {
+            let _span = self.station.waiting("the gate");
+            let mut state = lock(&shared.state);
+            while !state.open {
+                shared.cancel.check()?;
+                state = wait(&shared.opened, state);
             }
-            state = wait(&shared.opened, state);
         }
+        self.station.advance(1);
+        Ok(())
     }
 }
 

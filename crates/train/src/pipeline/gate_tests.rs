@@ -118,6 +118,26 @@ fn a_worker_that_waits_for_another_is_not_blamed() {
 }
 
 #[test]
+fn a_long_warm_up_does_not_count_against_the_limit_after_the_gate() {
+    let (clock, board, cancel, gate, _seen) = rig(Limits::default());
+    let mut watchdog = Watchdog::new(&board, &cancel, Duration::from_secs(10)).with_gate(&gate);
+    let station = board.register("target 0", None);
+    let slow = gate.register(&station, Role::Target).unwrap();
+    gate.seal();
+    slow.report(Phase::WarmUp, 0.0, "").unwrap();
+    clock.advance(Duration::from_secs(200));
+    assert!(watchdog.poll().is_none());
+    slow.pass().unwrap();
+    station.busy("forward");
+    for _ in 0..10 {
+        assert!(watchdog.poll().is_none(), "{:?}", cancel.cause());
+        clock.advance(Duration::from_secs(1));
+    }
+    clock.advance(Duration::from_secs(1));
+    assert_eq!(watchdog.poll().unwrap().phase, "forward");
+}
+
+#[test]
 fn going_back_is_refused_and_leaving_early_cancels() {
     let (_clock, board, cancel, gate, _seen) = rig(Limits::default());
     let entrant = gate.register(&board.register("target 0", None), Role::Target).unwrap();
