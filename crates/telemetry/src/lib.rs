@@ -6,9 +6,15 @@
 
 mod error;
 mod event;
+mod follow;
+mod history;
+mod http;
+mod page;
+mod prometheus;
 mod recorder;
 mod status;
 mod tensorboard;
+mod term;
 mod verdict;
 
 pub use error::TelemetryError;
@@ -16,9 +22,15 @@ pub use event::{
     ChannelSample, Checkpoint, DevicePlan, Done, Envelope, Event, Export, Failure, Gate, GpuSample, HeldOut, Identity,
     MemoryPart, Phase, Pipeline, Plan, SCHEMA_VERSION, SlotSample, StageKind, StageSample, Step, Stopped, Warning,
 };
+pub use follow::{LineTail, Lines, RunFolder, Source, Update, read_status};
+pub use history::{History, Series};
+pub use http::{HTTP_FILE, HttpInfo, HttpServer, MAX_CONNECTIONS, read_http_info};
+pub use page::{page_dump, page_html};
+pub use prometheus::exposition;
 pub use recorder::{EVENTS_FILE, Options, Recorder, STATUS_FILE, Stamped, StatusReader, Subscription, Telemetry, unix_ms};
 pub use status::{
     LossTrend, Outcome, PhaseState, Rates, StageState, Status, TelemetryHealth, Totals, VariantState, WarningState,
 };
 pub use tensorboard::TensorBoardWriter;
+pub use term::{View, render, run_terminal_view};
 pub use verdict::{Expected, Limits, Stand, State, Verdict, Watcher, judge, span};
