@@ -99,8 +99,7 @@ impl ArrowOut {
             none => {
                 let path = self.dir.join(format!("data-{:05}.partial", self.closed.len()));
                 let file = File::create(&path).map_err(DataError::io("write", &path))?;
-                let writer =
-                    StreamWriter::try_new(BufWriter::new(file), &self.schema).map_err(arrow_error(&path))?;
+                let writer = StreamWriter::try_new(BufWriter::new(file), &self.schema).map_err(arrow_error(&path))?;
                 none.insert((path, writer))
             }
         };

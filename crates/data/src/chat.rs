@@ -69,9 +69,7 @@ impl LineFault {
     /// The error that names file, line and byte. `line` is 1-based; `line_start` is the line's byte offset in the file.
     pub fn into_error(self, path: &Path, line: u64, line_start: u64) -> DataError {
         match self {
-            Self::Broken { at, what } => {
-                DataError::BadLine { path: path.to_owned(), line, byte: line_start + at as u64, what }
-            }
+            Self::Broken { at, what } => DataError::BadLine { path: path.to_owned(), line, byte: line_start + at as u64, what },
             Self::UnknownRole(role) => DataError::UnknownRole { path: path.to_owned(), line, byte: line_start, role },
         }
     }

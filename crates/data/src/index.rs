@@ -423,13 +423,9 @@ pub(crate) fn count_candidates(mask: &[i8]) -> usize {
     mask.windows(2).filter(|w| w[0] == 1 && w[1] == 1).count()
 }
 
-const IDS: [(DataType, ElementType); 2] =
-    [(DataType::Int32, ElementType::Int32), (DataType::Int64, ElementType::Int64)];
-const MASK: [(DataType, ElementType); 3] = [
-    (DataType::Int8, ElementType::Int8),
-    (DataType::Int64, ElementType::Int64),
-    (DataType::Boolean, ElementType::Bool),
-];
+const IDS: [(DataType, ElementType); 2] = [(DataType::Int32, ElementType::Int32), (DataType::Int64, ElementType::Int64)];
+const MASK: [(DataType, ElementType); 3] =
+    [(DataType::Int8, ElementType::Int8), (DataType::Int64, ElementType::Int64), (DataType::Boolean, ElementType::Bool)];
 
 fn column_type(path: &Path, name: &str, array: &ArrayRef, allowed: &[(DataType, ElementType)]) -> Result<ColumnType> {
     let found = match array.data_type() {

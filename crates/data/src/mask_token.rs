@@ -64,9 +64,7 @@ pub fn choose_mask_token(
         }
         return Ok(MaskToken { id, source: MaskTokenSource::Config });
     }
-    let text_id = |name: &str| {
-        tokenizer.template().special_token(name).and_then(|text| tokenizer.tokenizer().token_to_id(text))
-    };
+    let text_id = |name: &str| tokenizer.template().special_token(name).and_then(|text| tokenizer.tokenizer().token_to_id(text));
     let mut reserved: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
     reserved.extend(["pad_token", "bos_token", "eos_token"].into_iter().filter_map(text_id));
     for key in ["pad_token_id", "bos_token_id"] {

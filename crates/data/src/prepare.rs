@@ -143,11 +143,7 @@ struct Counts {
 /// # Errors
 /// The first unreadable line (under [`OnError::Stop`]), a failing tokenizer or disk, or a dataset on which nothing could be
 /// trained. Nothing is left at `options.out` then.
-pub fn prepare(
-    tokenizer: &ChatTokenizer,
-    options: &PrepareOptions,
-    progress: &(dyn Fn(PrepareProgress) + Sync),
-) -> Result<Card> {
+pub fn prepare(tokenizer: &ChatTokenizer, options: &PrepareOptions, progress: &(dyn Fn(PrepareProgress) + Sync)) -> Result<Card> {
     check_out(options)?;
     let mut bytes_total = 0;
     for path in &options.inputs {
@@ -348,13 +344,7 @@ fn tokenize_chunks(
             // The writer has failed; its error is reported by the caller.
             return Ok(counts);
         }
-        progress(PrepareProgress {
-            bytes,
-            bytes_total,
-            rows: counts.rows_read,
-            kept: counts.rows,
-            tokens: counts.tokens,
-        });
+        progress(PrepareProgress { bytes, bytes_total, rows: counts.rows_read, kept: counts.rows, tokens: counts.tokens });
     }
     Ok(counts)
 }
@@ -364,9 +354,7 @@ fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Resu
         Ok(record) => record,
         Err(fault) if options.on_error == OnError::Skip => {
             return Ok(Outcome::Dropped(match fault {
-                LineFault::Broken { at, what } => {
-                    Drop::BadLine(format!("byte {}: {what}", line.start + at as u64))
-                }
+                LineFault::Broken { at, what } => Drop::BadLine(format!("byte {}: {what}", line.start + at as u64)),
                 LineFault::UnknownRole(role) => Drop::UnknownRole(role),
             }));
         }

@@ -165,10 +165,8 @@ impl Schedule {
             });
         }
         // Each row draws a number keyed by itself; the smallest are held out.
-        let mut ranked: Vec<(u64, u32)> = eligible
-            .iter()
-            .map(|&s| (CounterRng::new(config.seed, Stream::HeldOut, 0, u64::from(s)).next_u64(), s))
-            .collect();
+        let mut ranked: Vec<(u64, u32)> =
+            eligible.iter().map(|&s| (CounterRng::new(config.seed, Stream::HeldOut, 0, u64::from(s)).next_u64(), s)).collect();
         ranked.sort_unstable();
         let mut held_out: Vec<u32> = ranked[..n_held].iter().map(|&(_, s)| s).collect();
         held_out.sort_unstable();
@@ -177,16 +175,7 @@ impl Schedule {
             Some(edges) => Buckets::from_edges(edges)?,
             None => Buckets::quantiles(eligible.iter().map(|&s| lengths[s as usize]).collect(), config.n_buckets),
         };
-        Ok(Self {
-            config,
-            lengths,
-            buckets,
-            train: eligible,
-            held_out,
-            without_anchor,
-            cut,
-            cache: Mutex::new(Cache::default()),
-        })
+        Ok(Self { config, lengths, buckets, train: eligible, held_out, without_anchor, cut, cache: Mutex::new(Cache::default()) })
     }
 
     /// The settings.

@@ -112,7 +112,11 @@ impl StartTable {
 
 impl fmt::Display for StartTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "samples    {} (Arrow-backed, lazy), {} held out in {} batches", self.samples, self.held_out, self.held_out_batches)?;
+        writeln!(
+            f,
+            "samples    {} (Arrow-backed, lazy), {} held out in {} batches",
+            self.samples, self.held_out, self.held_out_batches
+        )?;
         if self.without_anchor > 0 {
             writeln!(f, "left out   {} samples without an anchor", self.without_anchor)?;
         }
@@ -136,7 +140,8 @@ impl fmt::Display for StartTable {
         write!(
             f,
             "coverage   {:.1} % of supervised tokens are a label in one epoch, {:.0} blocks per batch ({how})",
-            100.0 * self.coverage, self.blocks_mean
+            100.0 * self.coverage,
+            self.blocks_mean
         )
     }
 }

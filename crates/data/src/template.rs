@@ -159,8 +159,7 @@ impl ChatTemplate {
         let name = if self.has_tool_template && !tools.is_none() { "tool_use" } else { "default" };
         let fail = |e: JinjaError| DataError::Template(first_cause(&e));
         let template = self.env.get_template(name).map_err(fail)?;
-        let mut context: Vec<(String, JinjaValue)> =
-            self.globals.iter().map(|(k, v)| (k.clone(), to_jinja(v))).collect();
+        let mut context: Vec<(String, JinjaValue)> = self.globals.iter().map(|(k, v)| (k.clone(), to_jinja(v))).collect();
         context.push(("messages".into(), JinjaValue::from(messages.to_vec())));
         context.push(("tools".into(), tools.clone()));
         context.push(("documents".into(), JinjaValue::from(())));
@@ -172,7 +171,7 @@ impl ChatTemplate {
             context.retain(|(k, _)| k != key);
             context.push((key.into(), value.into()));
         }
-        template.render(context.into_iter().collect::<JinjaValue>()).map_err(fail)
+        template.render(JinjaValue::from_pairs(context)).map_err(fail)
     }
 }
 
@@ -188,7 +187,7 @@ pub(crate) fn to_jinja(value: &Value) -> JinjaValue {
             .unwrap_or_else(|| n.as_f64().unwrap_or(f64::NAN).into()),
         Value::String(s) => s.as_str().into(),
         Value::Array(list) => list.iter().map(to_jinja).collect::<Vec<_>>().into(),
-        Value::Object(map) => map.iter().map(|(k, v)| (k.clone(), to_jinja(v))).collect(),
+        Value::Object(map) => JinjaValue::from_pairs(map.iter().map(|(k, v)| (k.clone(), to_jinja(v)))),
     }
 }
 
@@ -251,11 +250,7 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
         if let Some(variable) = variable {
             found = true;
             let sign = |c: Option<char>| c.map(String::from).unwrap_or_default();
-            out.push_str(&format!(
-                "{{%{} if true %}}{{{{ {variable} }}}}{{% endif {}%}}",
-                sign(left),
-                sign(right)
-            ));
+            out.push_str(&format!("{{%{} if true %}}{{{{ {variable} }}}}{{% endif {}%}}", sign(left), sign(right)));
         } else {
             out.push_str(&tail[..end + 2]);
         }
@@ -268,14 +263,15 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
 /// `json.dumps(value, ensure_ascii=False, indent=…, separators=…, sort_keys=…)`: what transformers binds to `tojson`.
 fn tojson(value: &JinjaValue, indent: Option<JinjaValue>, args: Kwargs) -> std::result::Result<JinjaValue, JinjaError> {
     let indent = indent.or(args.get::<Option<JinjaValue>>("indent")?);
-    let indent = match indent {
-        None => None,
-        Some(v) if v.is_none() => None,
-        Some(v) if v.kind() == ValueKind::String => Some(v.to_string()),
-        Some(v) => Some(" ".repeat(usize::try_from(v).map_err(|_| {
-            JinjaError::new(ErrorKind::InvalidOperation, "tojson: `indent` is neither a count nor a string")
-        })?)),
-    };
+    let indent =
+        match indent {
+            None => None,
+            Some(v) if v.is_none() => None,
+            Some(v) if v.kind() == ValueKind::String => Some(v.to_string()),
+            Some(v) => Some(" ".repeat(usize::try_from(v).map_err(|_| {
+                JinjaError::new(ErrorKind::InvalidOperation, "tojson: `indent` is neither a count nor a string")
+            })?)),
+        };
     let ensure_ascii = args.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sort_keys = args.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let separators = args.get::<Option<Vec<String>>>("separators")?;
@@ -286,8 +282,7 @@ fn tojson(value: &JinjaValue, indent: Option<JinjaValue>, args: Kwargs) -> std::
         None if indent.is_some() => (",".into(), ": ".into()),
         None => (", ".into(), ": ".into()),
     };
-    let json = serde_json::to_value(value)
-        .map_err(|e| JinjaError::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
+    let json = serde_json::to_value(value).map_err(|e| JinjaError::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
     let mut out = String::new();
     PythonJson { indent, item, colon, sort_keys, ensure_ascii }.write(&json, 0, &mut out);
     Ok(JinjaValue::from_safe_string(out))
@@ -406,13 +401,19 @@ mod tests {
             render("{{ messages[0] | tojson(indent=2, sort_keys=true) }}", serde_json::json!({"b": [1], "a": []})).unwrap(),
             "{\n  \"a\": [],\n  \"b\": [\n    1\n  ]\n}"
         );
-        assert_eq!(render("{{ messages[0] | tojson(ensure_ascii=true) }}", serde_json::json!("é𝄞")).unwrap(), r#""\u00e9\ud834\udd1e""#);
+        assert_eq!(
+            render("{{ messages[0] | tojson(ensure_ascii=true) }}", serde_json::json!("é𝄞")).unwrap(),
+            r#""\u00e9\ud834\udd1e""#
+        );
     }
 
     #[test]
     fn functions_methods_and_exceptions_work() {
         let value = serde_json::json!({"role": "user", "content": " x "});
-        assert_eq!(render("{{ strftime_now('%d %b %Y') }}{{ messages[0].content.strip() }}", value.clone()).unwrap(), "14 Nov 2023x");
+        assert_eq!(
+            render("{{ strftime_now('%d %b %Y') }}{{ messages[0].content.strip() }}", value.clone()).unwrap(),
+            "14 Nov 2023x"
+        );
         let error = render("{{ raise_exception('roles must alternate') }}", value.clone()).unwrap_err();
         assert!(error.to_string().contains("roles must alternate"), "{error}");
         assert_eq!(render("{{ none }}{{ true }}{{ messages[0].absent }}", value).unwrap(), "NoneTrue");
@@ -423,9 +424,7 @@ mod tests {
         let source = "a\n  {% generation %}\nb\n  {%- endgeneration -%}\n c{# {% generation %} #}";
         let t = template(source);
         assert!(t.has_generation_marks());
-        let with = |marks| {
-            t.render(&[], &JinjaValue::from(()), RenderOptions { marks, ..RenderOptions::default() }).unwrap()
-        };
+        let with = |marks| t.render(&[], &JinjaValue::from(()), RenderOptions { marks, ..RenderOptions::default() }).unwrap();
         assert_eq!(with(None), "a\nbc");
         assert_eq!(with(Some(('<', '>'))), "a\n<b>c");
         assert!(!template("{% if true %}x{% endif %}").has_generation_marks());

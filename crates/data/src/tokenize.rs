@@ -85,8 +85,7 @@ impl ChatTokenizer {
         let added = tokenizer.get_added_tokens_decoder();
         let special_ids: BTreeMap<u32, String> =
             added.iter().filter(|(_, t)| t.special).map(|(&id, t)| (id, t.content.clone())).collect();
-        let mut stop_ids: BTreeSet<u32> =
-            [eos_ids(&generation), eos_ids(&model_config)].into_iter().flatten().collect();
+        let mut stop_ids: BTreeSet<u32> = [eos_ids(&generation), eos_ids(&model_config)].into_iter().flatten().collect();
         stop_ids.extend(template.special_token("eos_token").and_then(|t| tokenizer.token_to_id(t)));
         let stops = StopTexts {
             stops: stop_ids.iter().filter_map(|&id| tokenizer.id_to_token(id)).filter(|t| !t.is_empty()).collect(),
@@ -249,17 +248,9 @@ impl ChatTokenizer {
         Ok(Ok(out))
     }
 
-    fn encode_into(
-        &self,
-        tokenizer: &Tokenizer,
-        text: &str,
-        shift: usize,
-        out: &mut Vec<(u32, Range<usize>)>,
-    ) -> Result<()> {
+    fn encode_into(&self, tokenizer: &Tokenizer, text: &str, shift: usize, out: &mut Vec<(u32, Range<usize>)>) -> Result<()> {
         let encoding = tokenizer.encode(text, false).map_err(|e| DataError::Tokenizer(e.to_string()))?;
-        out.extend(
-            encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(a, b))| (id, shift + a..shift + b)),
-        );
+        out.extend(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(a, b))| (id, shift + a..shift + b)));
         Ok(())
     }
 
