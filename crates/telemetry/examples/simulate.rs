@@ -245,6 +245,7 @@ fn play(scenario: &str) -> Vec<(u64, Event)> {
     if scenario == "stalled" {
         let mut pipeline = pipeline("starved", 4_201, 1.0);
         pipeline.interval_ms = 0.0;
+        pipeline.stages.iter_mut().skip(1).take(TARGETS).for_each(|target| target.at = "waiting for an empty slot".into());
         pipeline.stages[3].at = "copying to gpu 6".into();
         events.push((t + 20_000, Event::Pipeline(pipeline)));
     }

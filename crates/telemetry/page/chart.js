@@ -3,18 +3,20 @@
 
 // A series of (step, value) that stays small: when it is full, every second point goes.
 class Series {
-  constructor(limit = 6000) { this.limit = limit; this.x = []; this.y = []; this.stride = 1; this.seen = 0; }
+  constructor(limit = 6000) { this.limit = limit; this.x = []; this.y = []; this.stride = 1; this.seen = 0; this.provisional = false; }
   push(x, y) {
     const last = this.x.length - 1;
     if (last >= 0 && x <= this.x[last]) { if (x === this.x[last]) this.y[last] = y; return; }
-    if (this.seen++ % this.stride) return;
+    if (this.provisional) { this.x.pop(); this.y.pop(); }
     this.x.push(x); this.y.push(y);
+    // A point between the kept ones stays until the next comes, so that the curve always ends with the latest.
+    this.provisional = this.seen++ % this.stride !== 0;
     if (this.x.length > this.limit) {
       const keep = (_, i) => i % 2 === 0;
       this.x = this.x.filter(keep); this.y = this.y.filter(keep); this.stride *= 2;
     }
   }
-  cutAfter(x) { while (this.x.length && this.x[this.x.length - 1] > x) { this.x.pop(); this.y.pop(); } }
+  cutAfter(x) { while (this.x.length && this.x[this.x.length - 1] > x) { this.x.pop(); this.y.pop(); this.provisional = false; } }
   nearest(x) {
     let lo = 0, hi = this.x.length - 1;
     if (hi < 0) return -1;
@@ -22,13 +24,18 @@ class Series {
     return Math.abs(this.x[lo] - x) <= Math.abs(this.x[hi] - x) ? lo : hi;
   }
   last() { return this.y.length ? this.y[this.y.length - 1] : undefined; }
+  // Mean of a forgetting average from the left and one from the right, so that the curve does not lag behind what it follows.
   mean() {
-    const keep = Math.pow(0.5, 1 / Math.max(1, this.y.length / 60)), out = [];
-    let mean, weight = 0;
-    for (const y of this.y) {
-      if (Number.isFinite(y)) { weight = weight * keep + 1; mean = mean === undefined ? y : mean + (y - mean) / weight; }
-      out.push(mean === undefined ? NaN : mean);
-    }
+    const keep = Math.pow(0.5, 1 / Math.max(1, this.y.length / 150)), out = new Array(this.y.length).fill(NaN);
+    const pass = (from, by) => {
+      let mean, weight = 0;
+      for (let i = from; i >= 0 && i < this.y.length; i += by) {
+        const y = this.y[i];
+        if (Number.isFinite(y)) { weight = weight * keep + 1; mean = mean === undefined ? y : mean + (y - mean) / weight; }
+        if (mean !== undefined) out[i] = by > 0 ? mean : Number.isFinite(out[i]) ? (out[i] + mean) / 2 : mean;
+      }
+    };
+    pass(0, 1); pass(this.y.length - 1, -1);
     return out;
   }
 }
@@ -109,7 +116,7 @@ class Chart {
     const f = this.log ? Math.log : v => v;
     b.px = x => b.left + (x - x0) / (x1 - x0) * (b.right - b.left);
     b.py = y => b.bottom - (f(y) - f(y0)) / ((f(y1) - f(y0)) || 1) * (b.bottom - b.top);
-    const ticks = this.log ? [...new Set([y0, Math.sqrt(y0 * y1), y1])] : niceTicks(y0, y1, 4);
+    const ticks = this.log ? [...new Set([y0, Math.sqrt(y0 * y1), y1])] : niceTicks(y0, y1, 5);
     for (const t of ticks) {
       svg("line", { class: "gridline", x1: b.left, x2: b.right, y1: b.py(t), y2: b.py(t) }, this.svg);
       svg("text", { x: b.left - 8, y: b.py(t) + 4, "text-anchor": "end" }, this.svg, this.options.axis ? this.options.axis(t) : short(t));

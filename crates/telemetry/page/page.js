@@ -14,11 +14,12 @@ const count = v => Math.round(num(v)).toLocaleString("en");
 const bytes = v => (v >= 1e9 ? `${(v / 1e9).toFixed(1)} GB` : v >= 1e6 ? `${(v / 1e6).toFixed(1)} MB` : `${(v / 1e3).toFixed(1)} kB`);
 const span = ms => {
   const s = Math.floor(ms / 1000);
-  if (s < 1) return "now";
+  if (s < 1) return "0 s";
   if (s < 120) return `${s} s`;
   if (s < 7200) return `${Math.floor(s / 60)} min ${s % 60} s`;
   return s < 172800 ? `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min` : `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
 };
+const brief = ms => (ms < 120000 ? span(ms) : ms < 7200000 ? `${Math.floor(ms / 60000)} min` : `${Math.floor(ms / 3600000)} h`);
 const ago = ms => (ms < 1000 ? "now" : `${span(ms)} ago`);
 const time = t => new Date(t).toLocaleString("sv-SE");
 
@@ -103,7 +104,7 @@ function drawVerdict() {
   $("progress").setAttribute("aria-valuenow", share === null ? 0 : Math.round(share * 100));
   const left = status.rates.remaining_s;
   setText("progress-text", starting ? (status.phases.length ? `start-up, ${status.phases.filter(p => p.done).length} of ${status.phases.length} phases` : "") : share === null ? `step ${count(step)}` : `${(share * 100).toFixed(1)} % of ${count(status.total_steps)} steps`);
-  setText("progress-left", !over && !starting && left ? `${span(left * 1000)} left` : "");
+  setText("progress-left", !over && !starting && left && verdict.state !== "stalled" ? `${span(left * 1000)} left` : "");
 }
 function startShare() {
   if (!status.phases.length) return 0;
@@ -116,15 +117,15 @@ function setText(id, text) { const node = $(id); if (node.textContent !== text) 
 function figures() {
   const step = status.step || {}, held = status.held_out || {}, best = status.best_held_out || {};
   return [
-    ["step", "Step", step.step, count, status.total_steps ? `of ${count(status.total_steps)}` : ""],
+    ["step", "Step", step.step, count, status.step ? `epoch ${status.step.epoch}` : ""],
     ["loss", "Loss", step.loss, fixed(3), held.loss === undefined ? "" : `held-out ${fixed(3)(held.loss)}`],
-    ["expected_acceptance", "Expected acceptance", step.expected_acceptance, fixed(2), "tokens"],
+    ["expected_acceptance", "Acceptance", step.expected_acceptance, fixed(2), "tokens expected"],
     ["tau", "τ held-out", held.tau, fixed(2), best.tau === undefined ? "" : `best ${fixed(2)(best.tau)}`],
-    ["tokens_per_s", "Tokens/s", status.totals.steps ? status.rates.tokens_per_s : undefined, short, ""],
+    ["tokens_per_s", "Tokens/s", status.totals.steps ? status.rates.tokens_per_s : undefined, short, status.plan && status.plan.predicted_tokens_per_s ? `planned ${short(status.plan.predicted_tokens_per_s)}` : ""],
     ["mfu", "MFU", step.mfu, percent, "of GEMM ceiling"],
     ["step_ms", "Step time", status.totals.steps ? status.rates.step_ms : undefined, v => (v < 1000 ? `${Math.round(v)} ms` : `${(v / 1000).toFixed(2)} s`), ""],
-    ["lr", "Learning rate", step.lr, v => num(v).toExponential(2), ""],
-    ["last_progress", "Last progress", status.last_progress_t || undefined, () => ago(Math.max(0, runNow() - status.last_progress_t)), ""],
+    ["lr", "Learning rate", step.lr, v => num(v).toExponential(2), step.grad_norm === undefined ? "" : `grad norm ${fixed(2)(step.grad_norm)}`],
+    ["last_progress", "Last progress", status.last_progress_t || undefined, () => brief(Math.max(0, runNow() - status.last_progress_t)), "ago"],
   ].filter(f => f[2] !== undefined && f[2] !== null);
 }
 function drawTiles() {
@@ -228,7 +229,7 @@ function drawGpus() {
     return el("div", "gpu", el("div", "", el("b", "", g.device), el("span", "name", g.name)),
       meter("utilisation", `${Math.round(g.utilization_percent)} %`, g.utilization_percent / 100, null, `${g.device} utilization`, g.utilization_percent),
       spark(gpuHistory.get(g.device) || []),
-      meter(plan ? `memory, planned ${bytes(plan.planned_bytes)}` : "memory", `${bytes(g.memory_used_bytes)} of ${bytes(total)}`, g.memory_used_bytes / total, plan ? plan.planned_bytes / total : null, `${g.device} memory`, g.memory_used_bytes),
+      meter(plan ? `memory, ${bytes(plan.planned_bytes)} planned` : "memory", `${bytes(g.memory_used_bytes)} of ${bytes(total)}`, g.memory_used_bytes / total, plan ? plan.planned_bytes / total : null, `${g.device} memory`, g.memory_used_bytes),
       el("div", "end", `${Math.round(g.power_w)} W · ${Math.round(g.temperature_c)} °C`));
   });
   for (const plan of planned.values()) {
@@ -279,6 +280,8 @@ function drawIdentity() {
 
 function draw() {
   if (!status) return;
+  // Before the gate there is nothing to plot; the start-up table has the room.
+  $("grid").classList.toggle("before", !status.gate_t);
   for (const part of [drawVerdict, drawTiles, drawSlots, drawPipeline, drawGpus, drawPhases, drawWarnings, drawFiles, drawIdentity]) part();
   setText("footer-text", `status of ${time(status.t)}, event ${count(status.seq)}`);
   if (dirty) { dirty = false; for (const chart of charts) chart.draw(); }

@@ -294,7 +294,8 @@ pub struct StageSample {
     /// Time without room for output: it was held up by the stage after it.
     #[serde(with = "float")]
     pub blocked_ms: f64,
-    /// Where the worker stands now, e.g. `waiting for a filled slot` or `backward, micro-batch 3 of 16`.
+    /// Where the worker stands now, e.g. `backward, micro-batch 3 of 16`. When it waits for another worker it begins with
+    /// `waiting`, as in `waiting for a filled slot`: in a stall the one that does not wait is the one to look at.
     pub at: String,
 }
 

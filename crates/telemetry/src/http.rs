@@ -12,6 +12,7 @@ use crate::page::page_html;
 use crate::prometheus::exposition;
 use crate::recorder::{EVENTS_FILE, StatusReader, Telemetry};
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -292,7 +293,7 @@ impl Service {
             }
             for line in &lines.lines {
                 let Ok(head) = serde_json::from_slice::<Head>(line) else { continue };
-                let thinned = thin.as_mut().is_some_and(|thin| thin.leaves_out(&head.kind, line.len() as u64));
+                let thinned = thin.as_mut().is_some_and(|thin| thin.leaves_out(&head, line.len() as u64));
                 if head.seq > after && !thinned {
                     out.extend(format!("id: {}\ndata: ", head.seq).as_bytes());
                     out.extend(line);
@@ -328,33 +329,41 @@ impl Service {
 struct Head {
     seq: u64,
     kind: String,
+    /// Readings of several GPUs are thinned each on its own.
+    device: Option<String>,
+    variant: Option<String>,
 }
 
 /// Leaves out frequent events so that one stays for every so many bytes of the file.
 struct Thin {
     stride_bytes: u64,
     seen_bytes: u64,
-    next_step: u64,
-    next_gpu: u64,
+    /// Where in the file the next event of a curve may come.
+    next: HashMap<String, u64>,
 }
 
 impl Thin {
     fn new(stride_bytes: u64) -> Thin {
-        Thin { stride_bytes, seen_bytes: 0, next_step: 0, next_gpu: 0 }
+        Thin { stride_bytes, seen_bytes: 0, next: HashMap::new() }
     }
 
-    fn leaves_out(&mut self, kind: &str, len: u64) -> bool {
+    fn leaves_out(&mut self, head: &Head, len: u64) -> bool {
         self.seen_bytes += len + 1;
-        let next = match kind {
-            "step" => &mut self.next_step,
-            "gpu" | "pipeline" => &mut self.next_gpu,
-            _ => return false,
-        };
-        let left_out = self.seen_bytes < *next;
-        if !left_out {
-            *next = self.seen_bytes + self.stride_bytes;
+        if !matches!(head.kind.as_str(), "step" | "gpu" | "pipeline") {
+            return false;
         }
-        left_out
+        let curve = head.device.as_ref().or(head.variant.as_ref()).unwrap_or(&head.kind);
+        match self.next.get_mut(curve) {
+            Some(next) if self.seen_bytes < *next => true,
+            Some(next) => {
+                *next = self.seen_bytes + self.stride_bytes;
+                false
+            }
+            None => {
+                self.next.insert(curve.clone(), self.seen_bytes + self.stride_bytes);
+                false
+            }
+        }
     }
 }
 

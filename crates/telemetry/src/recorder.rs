@@ -15,7 +15,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -26,6 +26,8 @@ pub const EVENTS_FILE: &str = "events.jsonl";
 pub const STATUS_FILE: &str = "status.json";
 /// Places of the queue that only rare events may use.
 const RESERVE: usize = 64;
+/// How often the writer looks at the queue.
+const TICK: Duration = Duration::from_millis(20);
 /// How long a shutdown waits for the writer.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(10);
 
@@ -274,6 +276,7 @@ impl Telemetry {
         while !thread.is_finished() {
             if !told && let Sink::Writer(sender) = &self.recorder.sink {
                 told = !matches!(sender.try_send(Message::Shutdown), Err(TrySendError::Full(_)));
+                thread.thread().unpark();
             }
             if begun.elapsed() > SHUTDOWN_LIMIT {
                 let waited_ms = SHUTDOWN_LIMIT.as_millis() as u64;
@@ -327,19 +330,15 @@ impl Writer {
         let mut next_status = Instant::now();
         let mut open = true;
         while open {
-            let wait = next_status.saturating_duration_since(Instant::now());
-            match receiver.recv_timeout(wait) {
-                Ok(message) => open = self.take(message, &mut lines),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => open = false,
-            }
-            // What has gathered meanwhile goes to disk in one write.
+            // What has gathered goes to disk in one write.
             while open && lines.len() < 1 << 20 {
                 match receiver.try_recv() {
                     Ok(message) => open = self.take(message, &mut lines),
-                    Err(_) => break,
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => open = false,
                 }
             }
+            let idle = lines.is_empty();
             if !open {
                 // Events recorded before the shutdown was sent are all ahead of it; later ones raced it and are still taken.
                 while let Ok(message) = receiver.try_recv() {
@@ -351,6 +350,10 @@ impl Writer {
             if !open || Instant::now() >= next_status {
                 self.publish();
                 next_status = Instant::now() + self.options.status_interval;
+            }
+            if open && idle {
+                // The writer looks at the queue instead of being woken: waking a thread would cost whoever records a system call.
+                std::thread::park_timeout(TICK.min(next_status.saturating_duration_since(Instant::now())));
             }
         }
         // Closing the senders tells the subscribers that nothing more will come.

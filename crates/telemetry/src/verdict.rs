@@ -456,7 +456,7 @@ fn starved(status: &Status, limits: &Limits) -> Option<Verdict> {
 
 fn healthy(status: &Status, limits: &Limits) -> Verdict {
     let step = status.step.as_ref().map_or(0, |step| step.step);
-    let of = status.total_steps.map_or_else(String::new, |total| format!(" of {total}"));
+    let of = status.total_steps.map_or_else(String::new, |total| format!(" of {}", grouped(total)));
     let idle_targets = shares(status, StageKind::Target).filter(|s| s.blocked > 2.0 * limits.starved_share);
     let busy_drafters = shares(status, StageKind::Drafter).is_some_and(|s| s.busy > 0.5);
     Verdict {
@@ -464,7 +464,7 @@ fn healthy(status: &Status, limits: &Limits) -> Verdict {
         headline: if step == 0 {
             "the gate is open; the first step is on its way".into()
         } else {
-            format!("step {step}{of}, {:.0} tokens/s", status.rates.tokens_per_s)
+            format!("step {}{of}, {} tokens/s", grouped(step), grouped(status.rates.tokens_per_s as u64))
         },
         advice: match idle_targets {
             Some(s) if busy_drafters && status.totals.steps >= limits.warm_steps => format!(
@@ -524,6 +524,20 @@ fn phase_words(state: &PhaseState) -> String {
         (Some(_), Some(total)) => format!("{} of {total} {unit}", state.phase.progress),
         _ => format!("{} {unit}", state.phase.progress),
     }
+}
+
+/// A whole number with its thousands set apart.
+fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let lead = digits.len() % 3;
+    let mut out = digits[..lead].to_owned();
+    for (i, digit) in digits[lead..].char_indices() {
+        if i % 3 == 0 && !out.is_empty() {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
 }
 
 /// A length of time in words.

@@ -52,6 +52,7 @@ fn steps(n: u64, loss: impl Fn(u64) -> f64, stages: &[StageSample]) -> Vec<(u64,
         step: s,
         loss: loss(s),
         step_ms: 1_000.0,
+        tokens_per_s: 1_234_567.0,
         pipeline: Pipeline { interval_ms: 1_000.0, stages: stages.to_vec(), ..Default::default() },
         ..Default::default()
     };
@@ -117,7 +118,7 @@ fn each_situation_has_its_verdict() {
             "log",
         ),
         ("gate just open", vec![run(), gate(2_000)], 3_000, "healthy", "first step is on its way", ""),
-        ("getting on", steps(50, calm, &balanced()), 52_500, "healthy", "step 50", ""),
+        ("getting on", steps(50, calm, &balanced()), 52_500, "healthy", "step 50, 1,234,567 tokens/s", ""),
         ("few targets", steps(20, calm, &few_targets), 22_500, "starved", "the drafters wait for the targets 60 %", "`targets`"),
         ("slow data", steps(20, calm, &slow_data), 22_500, "starved", "the drafters wait for the prefetchers 70 %", "dataset"),
         ("too early to say", steps(3, calm, &few_targets), 5_500, "healthy", "step 3", ""),
