@@ -8,7 +8,7 @@ use crate::{attention, elementwise, linear, loss, norm, optim};
 use drafthorse_graph::dtype::round_bf16;
 use drafthorse_graph::op::{Access, Op};
 use drafthorse_graph::plan::Region;
-use drafthorse_graph::{DType, ExecError, Executor, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId};
+use drafthorse_graph::{DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,6 +32,8 @@ pub struct CpuExecutor {
     memory: Memory,
     options: Options,
     slot_len: usize,
+    fetches: HashMap<u64, Vec<(bool, Vec<f32>)>>,
+    next_fetch: u64,
 }
 
 impl CpuExecutor {
@@ -54,7 +56,7 @@ impl CpuExecutor {
         }
         let slot_len = program.of_role(Role::Slot).first().map_or(0, |&t| program.get(t).len());
         let memory = Memory::new(&plan, bound);
-        Ok(CpuExecutor { program, plan, memory, options, slot_len })
+        Ok(CpuExecutor { program, plan, memory, options, slot_len, fetches: HashMap::new(), next_fetch: 0 })
     }
 
     /// The plan this executor allocated.
@@ -156,6 +158,28 @@ impl Executor for CpuExecutor {
         Ok(())
     }
 
+    fn fetch(&mut self, tensors: &[TensorId]) -> Result<Fetch, ExecError> {
+        let mut copies = Vec::with_capacity(tensors.len());
+        for &t in tensors {
+            let is_float = self.program.get(t).dtype.is_float();
+            match self.memory.tensor(&self.plan, t) {
+                Some(data) => copies.push((is_float, data.to_vec())),
+                None => return Err(self.host_error(t, "a fetch of memory the executor does not own".into())),
+            }
+        }
+        self.next_fetch += 1;
+        self.fetches.insert(self.next_fetch, copies);
+        Ok(Fetch(self.next_fetch))
+    }
+
+    fn collect(&mut self, fetch: Fetch, each: &mut dyn FnMut(usize, HostRef<'_>)) -> Result<(), ExecError> {
+        let copies = self.fetches.remove(&fetch.0).expect("a fetch is collected once, by the executor that started it");
+        for (i, (is_float, data)) in copies.iter().enumerate() {
+            each(i, if *is_float { HostRef::F32(data) } else { HostRef::I32(bytemuck::cast_slice(data)) });
+        }
+        Ok(())
+    }
+
     fn run(&mut self, phase: PhaseId, slot: SlotArg<'_, Vec<f32>>) -> Result<(), ExecError> {
         let program = Arc::clone(&self.program);
         let phase_ref = program.phase(phase);
@@ -182,6 +206,10 @@ impl Executor for CpuExecutor {
                 self.run_op(&node.op, view);
             }
         });
+        Ok(())
+    }
+
+    fn prepare(&mut self) -> Result<(), ExecError> {
         Ok(())
     }
 

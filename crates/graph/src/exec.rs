@@ -34,6 +34,10 @@ pub enum SlotArg<'a, S> {
     Write(&'a mut S),
 }
 
+/// A copy of tensors to the host that is under way.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Fetch(pub u64);
+
 /// Errors of an executor. They are the device's or a bug's, never the user's data.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
@@ -88,8 +92,17 @@ pub trait Executor {
     /// Copies a tensor to the host once everything enqueued before has finished.
     fn read(&mut self, t: TensorId, out: HostMut<'_>) -> Result<(), ExecError>;
 
+    /// Starts copying `tensors` to the host, ordered after everything enqueued before, and returns at once.
+    fn fetch(&mut self, tensors: &[TensorId]) -> Result<Fetch, ExecError>;
+
+    /// Waits for a fetch and shows each tensor's content, in the order they were asked for.
+    fn collect(&mut self, fetch: Fetch, each: &mut dyn FnMut(usize, HostRef<'_>)) -> Result<(), ExecError>;
+
     /// Runs one phase.
     fn run(&mut self, phase: PhaseId, slot: SlotArg<'_, Self::Slot>) -> Result<(), ExecError>;
+
+    /// Warms up and captures every phase; nothing is allocated or captured after it. Called once, in the owning thread, before the gate.
+    fn prepare(&mut self) -> Result<(), ExecError>;
 
     /// A new slot buffer of the size that the program's slot tensor has.
     fn new_slot(&self) -> Result<Self::Slot, ExecError>;

@@ -17,7 +17,7 @@ pub mod plan;
 pub mod program;
 
 pub use dtype::DType;
-pub use exec::{ExecError, Executor, HostMut, HostRef, SlotArg};
+pub use exec::{ExecError, Executor, Fetch, HostMut, HostRef, SlotArg};
 pub use op::{Access, Op};
 pub use plan::{Plan, Storage};
 pub use program::{PhaseBuilder, PhaseId, Program, Role, Tensor, TensorId};

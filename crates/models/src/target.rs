@@ -4,6 +4,7 @@
 //! Refuses gradients (targets are frozen). Invariants: a captured feature is the residual stream *after* the named layer, before any later
 //! norm; layers after the last captured one are not run when nothing needs them; every frozen tensor is named `target.<internal name>`.
 
+use crate::draft::dflash::Shared;
 use crate::hf_config::TargetConfig;
 use crate::tensor_names::target_sources;
 use drafthorse_graph::op::Heads;
@@ -141,6 +142,19 @@ impl Target {
         let (embed, norm) = (need("embed".into()), need("norm".into()));
         let head = if tied { embed } else { need("head".into()) };
         Target { config: config.clone(), embed, layers, norm, head, cos, sin }
+    }
+
+    /// Declares only the embedding table and the head: what a drafter on another device than the target needs.
+    pub fn declare_tables(program: &mut Program, config: &TargetConfig) -> Shared {
+        let (shape, act) = ([config.vocab, config.hidden], program.act);
+        let embed = program.tensor("target.embed", &shape, act, Role::Frozen);
+        let head = if config.tie_embeddings { embed } else { program.tensor("target.head", &shape, act, Role::Frozen) };
+        Shared { embed, head }
+    }
+
+    /// The tables that a drafter shares with this target.
+    pub fn shared(&self) -> Shared {
+        Shared { embed: self.embed, head: self.head }
     }
 
     /// The target's attention geometry.

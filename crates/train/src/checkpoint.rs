@@ -1,0 +1,380 @@
+//! Checkpoints: everything that a run needs to go on bit for bit.
+//!
+//! Job: write a snapshot aside, sync it, rename it into place, prune old ones; find and read the newest complete one.
+//! Refuses to write weights that are not finite, and to resume a run whose data, drafter or step size differ. Invariants: a folder named `step-N` is
+//! complete; a crash at any moment leaves the previous checkpoints readable; nothing is pruned before its successor is in place.
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Version of the layout; it grows when an older reader would misunderstand.
+pub const VERSION: u32 = 1;
+
+/// Errors of saving and loading.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The filesystem said no.
+    #[error("cannot {what} {path}: {source}\n  {todo}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+        /// What to do.
+        todo: String,
+    },
+    /// The folder is not a checkpoint of this program.
+    #[error("{path} is not a checkpoint that can be read: {what}\n  resume from another one, or start a new run")]
+    Damaged {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// The checkpoint belongs to another run.
+    #[error("cannot resume from {path}: {what}\n  {todo}")]
+    Mismatch {
+        /// The folder.
+        path: PathBuf,
+        /// What differs.
+        what: String,
+        /// What to do.
+        todo: String,
+    },
+    /// A weight is not finite.
+    #[error("weight `{tensor}` has an element that is not finite after step {step}; no checkpoint was written\n  the checkpoints before it are intact: resume from one with a lower learning rate")]
+    NotFinite {
+        /// The tensor.
+        tensor: String,
+        /// The step.
+        step: u64,
+    },
+}
+
+/// What is not a tensor.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Meta {
+    /// Layout version.
+    pub version: u32,
+    /// Optimizer steps done; the next step is this number (0-based).
+    pub step: u64,
+    /// Steps of the whole run: what the learning rate follows.
+    pub total_steps: u64,
+    /// Adam's t.
+    pub adam_t: u64,
+    /// Steps skipped because something was not finite.
+    pub skipped: u64,
+    /// Of these, the last ones in a row.
+    pub skipped_in_row: u32,
+    /// G.
+    pub global_batch: u64,
+    /// D when it was written.
+    pub drafters: usize,
+    /// Fingerprint of the dataset.
+    pub dataset: String,
+    /// The run's seed.
+    pub seed: u64,
+    /// The drafter's config as JSON.
+    pub drafter: serde_json::Value,
+    /// Build that wrote it.
+    pub build_id: String,
+    /// Command line that wrote it.
+    pub command_line: Vec<String>,
+    /// Held-out loss at this step, if it was measured.
+    pub held_out_loss: Option<f64>,
+    /// Lowest held-out loss of the run so far, and its step.
+    pub best: Option<(f64, u64)>,
+}
+
+/// A snapshot in host memory.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Scalars.
+    pub meta: Meta,
+    /// (name, shape, values) of every weight, first and second moment, fp32.
+    pub tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
+    /// The resolved config, TOML.
+    pub config: String,
+}
+
+fn io_error(what: &'static str, path: &Path, source: io::Error) -> CheckpointError {
+    let todo = match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free space on that filesystem; checkpoints already complete are intact, resume with --resume".into()
+        }
+        io::ErrorKind::PermissionDenied => "make the folder writable".into(),
+        _ => "checkpoints already complete are intact".to_owned(),
+    };
+    CheckpointError::Io { what, path: path.into(), source, todo }
+}
+
+/// Name of the folder of step `step`.
+pub fn folder_name(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// Writes `snapshot` under `root` and returns (folder, bytes).
+///
+/// # Errors
+/// [`CheckpointError::NotFinite`] or [`CheckpointError::Io`]; the folder then does not exist and older ones are intact.
+pub fn save(root: &Path, snapshot: &Snapshot) -> Result<(PathBuf, u64), CheckpointError> {
+    if let Some((tensor, ..)) = snapshot.tensors.iter().find(|(_, _, x)| x.iter().any(|v| !v.is_finite())) {
+        return Err(CheckpointError::NotFinite { tensor: tensor.clone(), step: snapshot.meta.step });
+    }
+    fs::create_dir_all(root).map_err(|e| io_error("make", root, e))?;
+    let done = root.join(folder_name(snapshot.meta.step));
+    let aside = root.join(format!(".writing-{}", folder_name(snapshot.meta.step)));
+    let written = write_aside(&aside, snapshot).and_then(|bytes| {
+        if done.exists() {
+            // The same step saved twice (a stop right after a regular save): the content is the same, keep the complete one.
+            fs::remove_dir_all(&aside).map_err(|e| io_error("remove", &aside, e))?;
+            return Ok(bytes);
+        }
+        fs::rename(&aside, &done).map_err(|e| io_error("rename into place", &done, e))?;
+        sync(root)?;
+        Ok(bytes)
+    });
+    if written.is_err() {
+        // Best effort: the space may be what is missing.
+        let _ = fs::remove_dir_all(&aside);
+    }
+    Ok((done, written?))
+}
+
+fn write_aside(aside: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError> {
+    if aside.exists() {
+        fs::remove_dir_all(aside).map_err(|e| io_error("remove the remains of", aside, e))?;
+    }
+    fs::create_dir_all(aside).map_err(|e| io_error("make", aside, e))?;
+    let views: Vec<(String, TensorView<'_>)> = snapshot
+        .tensors
+        .iter()
+        .map(|(name, shape, values)| {
+            let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(values)).expect("shape and length agree");
+            (name.clone(), view)
+        })
+        .collect();
+    let state = aside.join("state.safetensors");
+    safetensors::serialize_to_file(views, None, &state).map_err(|e| match e {
+        safetensors::SafeTensorError::IoError(e) => io_error("write", &state, e),
+        other => io_error("write", &state, io::Error::other(other.to_string())),
+    })?;
+    let meta = aside.join("meta.json");
+    let text = serde_json::to_string_pretty(&snapshot.meta).expect("meta is writable");
+    fs::write(&meta, text).map_err(|e| io_error("write", &meta, e))?;
+    let config = aside.join("config.toml");
+    fs::write(&config, &snapshot.config).map_err(|e| io_error("write", &config, e))?;
+    let mut bytes = 0;
+    for file in [&state, &meta, &config] {
+        sync(file)?;
+        bytes += fs::metadata(file).map_err(|e| io_error("look at", file, e))?.len();
+    }
+    sync(aside)?;
+    Ok(bytes)
+}
+
+fn sync(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error("sync", path, e))
+}
+
+/// Complete checkpoints under `root`, oldest first.
+pub fn list(root: &Path) -> Vec<(u64, PathBuf)> {
+    let mut found: Vec<(u64, PathBuf)> = fs::read_dir(root)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|e| Some((e.file_name().to_str()?.strip_prefix("step-")?.parse().ok()?, e.path())))
+        .collect();
+    found.sort();
+    found
+}
+
+/// Removes all but the newest `keep_last` checkpoints, sparing `best`.
+///
+/// # Errors
+/// When a folder cannot be removed.
+pub fn prune(root: &Path, keep_last: usize, best: Option<u64>) -> Result<(), CheckpointError> {
+    let all = list(root);
+    let old = all.len().saturating_sub(keep_last);
+    for (step, path) in &all[..old] {
+        if Some(*step) != best {
+            fs::remove_dir_all(path).map_err(|e| io_error("remove", path, e))?;
+        }
+    }
+    Ok(())
+}
+
+/// A checkpoint read back.
+pub struct Loaded {
+    /// Where from.
+    pub path: PathBuf,
+    /// Scalars.
+    pub meta: Meta,
+    bytes: Vec<u8>,
+}
+
+impl Loaded {
+    /// Reads the checkpoint folder `path`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] or [`CheckpointError::Io`].
+    pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
+        let read = |name: &str| {
+            let file = path.join(name);
+            fs::read(&file).map_err(|e| io_error("read", &file, e))
+        };
+        let damaged = |what: String| CheckpointError::Damaged { path: path.into(), what };
+        let meta: Meta = serde_json::from_slice(&read("meta.json")?).map_err(|e| damaged(format!("meta.json: {e}")))?;
+        if meta.version != VERSION {
+            return Err(damaged(format!("its layout is version {}, this build reads {VERSION}", meta.version)));
+        }
+        let bytes = read("state.safetensors")?;
+        SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("state.safetensors: {e}")))?;
+        Ok(Loaded { path: path.into(), meta, bytes })
+    }
+
+    /// One tensor.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] when it is missing or has another type or length.
+    pub fn tensor(&self, name: &str, len: usize) -> Result<Vec<f32>, CheckpointError> {
+        let damaged = |what: String| CheckpointError::Damaged { path: self.path.clone(), what };
+        let file = SafeTensors::deserialize(&self.bytes).map_err(|e| damaged(e.to_string()))?;
+        let view = file.tensor(name).map_err(|e| damaged(format!("tensor `{name}`: {e}")))?;
+        if view.dtype() != Dtype::F32 || view.data().len() != 4 * len {
+            return Err(damaged(format!("tensor `{name}` is {:?} {:?}, wanted {len} elements F32", view.dtype(), view.shape())));
+        }
+        Ok(view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// Refuses a checkpoint of another run.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Mismatch`], naming what differs.
+    pub fn check(&self, wanted: &Meta) -> Result<(), CheckpointError> {
+        let mismatch = |what: String, todo: &str| {
+            Err(CheckpointError::Mismatch { path: self.path.clone(), what, todo: todo.into() })
+        };
+        let m = &self.meta;
+        if m.dataset != wanted.dataset {
+            return mismatch(
+                format!("it was trained on dataset {:.12}…, the config names {:.12}…", m.dataset, wanted.dataset),
+                "name the dataset of the run, or start a new run with drafter.init_from = an export of this one",
+            );
+        }
+        if m.drafter != wanted.drafter {
+            return mismatch("its drafter has another shape".into(), "compare its config.toml with yours");
+        }
+        if (m.global_batch, m.seed) != (wanted.global_batch, wanted.seed) {
+            return mismatch(
+                format!("it has global_batch {} and seed {}, the config {} and {}", m.global_batch, m.seed, wanted.global_batch, wanted.seed),
+                "both decide which batch comes next: use the checkpoint's",
+            );
+        }
+        if m.total_steps != wanted.total_steps {
+            return mismatch(
+                format!("its learning rate follows {} steps in all, the config's {}", m.total_steps, wanted.total_steps),
+                "set optimizer.steps to the checkpoint's number, or start a new run with drafter.init_from",
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The newest complete checkpoint for `--resume PATH`: PATH is a checkpoint, a folder of them, or a run folder.
+pub fn newest(path: &Path) -> Option<PathBuf> {
+    if path.join("meta.json").is_file() {
+        return Some(path.into());
+    }
+    [path.to_path_buf(), path.join("checkpoints")].iter().find_map(|p| list(p).pop()).map(|(_, p)| p)
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    fn snapshot(step: u64, value: f32) -> Snapshot {
+        let meta = Meta {
+            version: VERSION,
+            step,
+            total_steps: 10,
+            adam_t: step,
+            skipped: 0,
+            skipped_in_row: 0,
+            global_batch: 1,
+            drafters: 1,
+            dataset: "d".into(),
+            seed: 3,
+            drafter: serde_json::json!({"layers": 1}),
+            build_id: "b".into(),
+            command_line: vec![],
+            held_out_loss: None,
+            best: None,
+        };
+        Snapshot { meta, tensors: vec![("w".into(), vec![2, 3], vec![value; 6])], config: "seed = 3\n".into() }
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_bit_for_bit() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, bytes) = save(dir.path(), &snapshot(4, 0.1)).unwrap();
+        assert!(bytes > 24);
+        let loaded = Loaded::open(&path).unwrap();
+        assert_eq!(loaded.meta, snapshot(4, 0.1).meta);
+        assert_eq!(loaded.tensor("w", 6).unwrap(), [0.1; 6]);
+        assert!(loaded.tensor("w", 5).is_err() && loaded.tensor("v", 6).is_err());
+    }
+
+    #[test]
+    fn a_half_written_folder_is_not_a_checkpoint_and_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join(".writing-step-00000004")).unwrap();
+        fs::write(dir.path().join(".writing-step-00000004/state.safetensors"), b"half").unwrap();
+        assert!(newest(dir.path()).is_none());
+        save(dir.path(), &snapshot(4, 1.0)).unwrap();
+        assert_eq!(list(dir.path()).len(), 1);
+        assert!(!dir.path().join(".writing-step-00000004").exists());
+    }
+
+    #[test]
+    fn pruning_keeps_the_newest_and_the_best() {
+        let dir = tempfile::tempdir().unwrap();
+        for step in 1..=5 {
+            save(dir.path(), &snapshot(step, 1.0)).unwrap();
+        }
+        prune(dir.path(), 2, Some(1)).unwrap();
+        assert_eq!(list(dir.path()).iter().map(|(s, _)| *s).collect::<Vec<_>>(), [1, 4, 5]);
+        assert!(newest(dir.path()).unwrap().ends_with("step-00000005"));
+    }
+
+    #[test]
+    fn refuses_nan_and_other_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(save(dir.path(), &snapshot(1, f32::NAN)), Err(CheckpointError::NotFinite { .. })));
+        assert!(list(dir.path()).is_empty());
+        let (path, _) = save(dir.path(), &snapshot(1, 1.0)).unwrap();
+        let loaded = Loaded::open(&path).unwrap();
+        for change in [
+            |m: &mut Meta| m.dataset = "other".into(),
+            |m: &mut Meta| m.global_batch = 2,
+            |m: &mut Meta| m.seed = 4,
+            |m: &mut Meta| m.total_steps = 11,
+            |m: &mut Meta| m.drafter = serde_json::json!({}),
+        ] {
+            let mut wanted = loaded.meta.clone();
+            change(&mut wanted);
+            assert!(matches!(loaded.check(&wanted), Err(CheckpointError::Mismatch { .. })));
+        }
+        let mut other_d = loaded.meta.clone();
+        other_d.drafters = 2;
+        loaded.check(&other_d).unwrap();
+        fs::write(path.join("state.safetensors"), b"torn").unwrap();
+        assert!(matches!(Loaded::open(&path), Err(CheckpointError::Damaged { .. })));
+    }
+}

@@ -1,0 +1,278 @@
+//! A training run: one prefetcher, T target loops, D drafter loops, a checkpoint writer, and the coordinator that starts and ends them.
+//!
+//! Job: put the workers of DESIGN 2 on their threads, pass the gate, and report how the run ended. The loops themselves are in [`crate::loops`].
+//! Refuses to print and to exit: events go to telemetry, the outcome to the caller. Invariants: no thread outlives [`train`]; a failed run returns its first
+//! cause; a run that was asked to stop saved a checkpoint first.
+
+use crate::checkpoint::{self, CheckpointError, Loaded, Meta, Snapshot};
+use crate::frozen::Backend;
+use crate::loops::{Loop, Packet, Shared, Vote, drafter_loop, prefetcher, target_loop};
+use crate::metrics::Tally;
+use crate::pipeline::board::{Board, Watchdog};
+use crate::pipeline::cancel::{Cancel, Cause, Kind};
+use crate::pipeline::conveyor::{Conveyor, Layout};
+use crate::pipeline::crew::{self, Alarm, RunError, Watch};
+use crate::pipeline::gate::{Gate, Limits, Phase, Role};
+use crate::pipeline::layout::{Assignment, Mode};
+use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
+use crate::setup::Setup;
+use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
+use drafthorse_telemetry::Recorder;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// What the caller decides about a launch.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The run folder; exists.
+    pub run_dir: PathBuf,
+    /// Checkpoint folder to resume from, per variant, in order; empty starts anew.
+    pub resume: Vec<PathBuf>,
+    /// Build that runs, for provenance.
+    pub build_id: String,
+    /// Command line, for provenance.
+    pub command_line: Vec<String>,
+    /// How long threads may take to come back after a cancellation before the process gives up on them.
+    pub grace: Duration,
+}
+
+/// How a run that did not fail ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// Steps done over all launches.
+    pub steps: u64,
+    /// Why it stopped early, if it was asked to.
+    pub stopped: Option<String>,
+    /// Exported drafters, one per variant, when all steps were done.
+    pub exports: Vec<PathBuf>,
+    /// Last checkpoint of the first variant.
+    pub checkpoint: Option<PathBuf>,
+    /// Held-out tally of the first variant at the end, if it was measured.
+    pub held_out: Option<Tally>,
+}
+
+/// How a run failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RunFailure {
+    /// A worker failed, stalled, or the run was aborted.
+    #[error(transparent)]
+    Run(#[from] RunError),
+    /// Too many steps in a row were not finite.
+    #[error("{0}\n  resume from an earlier checkpoint with a lower optimizer.lr, or look for broken rows with `drafthorse inspect`")]
+    Diverged(RunError),
+    /// What to resume from cannot be.
+    #[error(transparent)]
+    Resume(#[from] CheckpointError),
+}
+
+impl RunFailure {
+    /// Failed, stopped or stalled.
+    pub fn kind(&self) -> Kind {
+        match self {
+            RunFailure::Run(e) | RunFailure::Diverged(e) => e.kind(),
+            RunFailure::Resume(_) => Kind::Failed,
+        }
+    }
+}
+
+/// Bytes of one checkpoint of every variant: fp32 weights and two moments.
+pub fn checkpoint_bytes(setup: &Setup) -> u64 {
+    let parameters = |v: &crate::setup::Variant| -> u64 {
+        drafthorse_models::tensor_names::draft_sources(&v.draft).iter().map(|t| t.elements() as u64).sum()
+    };
+    setup.variants.iter().map(|v| 12 * parameters(v)).sum()
+}
+
+/// Where variant `name` of a run keeps its files.
+pub fn variant_dir(run_dir: &Path, name: Option<&str>) -> PathBuf {
+    name.map_or_else(|| run_dir.to_path_buf(), |n| run_dir.join(n))
+}
+
+/// What a checkpoint of this run says of itself before its first step.
+pub fn first_meta(setup: &Setup, variant: usize, options: &Options) -> Meta {
+    Meta {
+        version: checkpoint::VERSION,
+        step: 0,
+        total_steps: setup.total_steps,
+        adam_t: 0,
+        skipped: 0,
+        skipped_in_row: 0,
+        global_batch: setup.config.optimizer.global_batch,
+        drafters: setup.config.pipeline.drafters.len(),
+        dataset: setup.builder.dataset().fingerprint().to_owned(),
+        seed: setup.config.seed,
+        drafter: serde_json::to_value(&setup.variants[variant].draft).expect("a drafter config is writable"),
+        build_id: options.build_id.clone(),
+        command_line: options.command_line.clone(),
+        held_out_loss: None,
+        best: None,
+    }
+}
+
+/// Trains. Blocks until every worker has ended.
+///
+/// # Errors
+/// [`RunFailure`].
+pub fn train<B: Backend>(
+    setup: &Setup,
+    backend: &B,
+    options: &Options,
+    recorder: &Recorder,
+    cancel: &Cancel,
+) -> Result<Outcome, RunFailure> {
+    let started = Instant::now();
+    let loaded: Vec<Loaded> = options.resume.iter().map(|p| Loaded::open(p)).collect::<Result<_, _>>()?;
+    for (i, l) in loaded.iter().enumerate() {
+        l.check(&first_meta(setup, i, options))?;
+    }
+    let start_step = loaded.first().map_or(0, |l| l.meta.step);
+    let p = &setup.config.pipeline;
+    let sweep = setup.variants[0].name.is_some();
+    let layout = Layout {
+        targets: p.targets.len(),
+        drafters: p.drafters.len(),
+        mode: if sweep { Mode::Sweep } else { Mode::Replicas },
+        assignment: Assignment::FirstFree,
+        queue_depth: p.queue_depth,
+    };
+    let board = Board::default();
+    let gate = Gate::new(cancel, &board, Limits::default(), gate_listener(recorder.clone(), started));
+    let conveyor: Conveyor<Packet, <B::Exec as drafthorse_graph::Executor>::Slot> =
+        Conveyor::new(layout, cancel, &board).expect("the config has at least one of each");
+    let drafters = layout.drafters;
+    let diverged = AtomicBool::new(false);
+    let ends: Mutex<Vec<Option<crate::loops::End>>> = Mutex::new((0..drafters).map(|_| None).collect());
+    let (snapshots, written) = mpsc::sync_channel::<(PathBuf, Snapshot, &'static str)>(1);
+    let shared = Shared {
+        setup,
+        backend,
+        options,
+        recorder,
+        cancel,
+        conveyor: &conveyor,
+        board: &board,
+        loaded: &loaded,
+        start_step,
+        sweep,
+        reduce: AllReduce::new(drafters, CHUNK, cancel),
+        votes: Meeting::<Vote>::new(drafters, cancel),
+        tallies: Meeting::<Tally>::new(drafters, cancel),
+        diverged: &diverged,
+        ends: &ends,
+    };
+    let grace = options.grace;
+    let watch = Watch {
+        watchdog: Watchdog::new(&board, cancel, Duration::from_secs(p.stall_s)).with_gate(&gate),
+        every: Duration::from_millis(200),
+        grace,
+        on_alarm: Box::new(|alarm| {
+            let text = match alarm {
+                Alarm::Stalled(cause) => format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()),
+                Alarm::NotComingBack(names) => format!("still waiting for {} after {grace:?}", names.join(", ")),
+            };
+            recorder.warn("stalled", text);
+        }),
+    };
+    let coordinator = board.register("coordinator", None);
+    let result = crew::run(cancel, &board, &coordinator, Some(watch), |crew| {
+        let own = gate.register(&coordinator, Role::Other)?;
+        own.report(Phase::Checks, 1.0, "config, files, disk")?;
+        let enter = |name: String, device: Option<String>, role| {
+            let station = board.register(name, device);
+            gate.register(&station, role).map(|entrant| (entrant, station))
+        };
+        let shared = &shared;
+        let (entrant, station) = enter("prefetcher".into(), None, Role::Other)?;
+        crew.spawn(station, move |station| prefetcher(shared, entrant, station));
+        for (number, &device) in p.targets.iter().enumerate() {
+            let (entrant, station) = enter(format!("target {number}"), Some(backend.device_name(device)), Role::Target)?;
+            crew.spawn(station, move |station| target_loop(shared, Loop { number, device }, entrant, station));
+        }
+        for (number, &device) in p.drafters.iter().enumerate() {
+            let (entrant, station) = enter(format!("drafter {number}"), Some(backend.device_name(device)), Role::Drafter)?;
+            let snapshots = snapshots.clone();
+            crew.spawn(station, move |station| drafter_loop(shared, Loop { number, device }, snapshots, entrant, station));
+        }
+        drop(snapshots);
+        let station = board.register("checkpoint writer", None);
+        crew.spawn(station, move |station| {
+            while let Ok((root, snapshot, role)) = written.recv() {
+                station.busy("writing a checkpoint");
+                let begun = Instant::now();
+                let (path, size_bytes) = checkpoint::save(&root, &snapshot)?;
+                checkpoint::prune(&root, setup.config.checkpoint.keep_last, snapshot.meta.best.map(|(_, step)| step))?;
+                recorder.record(Event::Checkpoint(Checkpoint {
+                    step: snapshot.meta.step,
+                    path: path.display().to_string(),
+                    role: role.into(),
+                    size_bytes,
+                    elapsed_s: begun.elapsed().as_secs_f64(),
+                }));
+                station.advance(1);
+            }
+            Ok(())
+        });
+        gate.seal();
+        own.pass()?;
+        Ok(())
+    });
+    let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
+    match result {
+        Ok(()) => Ok(outcome(setup, options, recorder, &ends, started)),
+        Err(error) => {
+            record_failure(recorder, &error.cause);
+            Err(if diverged.load(Ordering::Relaxed) { RunFailure::Diverged(error) } else { RunFailure::Run(error) })
+        }
+    }
+}
+
+fn outcome(setup: &Setup, options: &Options, recorder: &Recorder, ends: &[Option<crate::loops::End>], started: Instant) -> Outcome {
+    let first = ends[0].as_ref().expect("a run without failure has an end for every drafter");
+    let root = variant_dir(&options.run_dir, setup.variants[0].name.as_deref());
+    let checkpoint = checkpoint::newest(&root);
+    match &first.stopped {
+        Some(reason) => recorder.record(Event::Stopped(Stopped {
+            step: first.step,
+            reason: reason.clone(),
+            checkpoint: checkpoint.as_ref().map(|p| p.display().to_string()),
+        })),
+        None => recorder.record(Event::Done(Done { steps: first.step, elapsed_s: started.elapsed().as_secs_f64(), tau: None })),
+    }
+    Outcome {
+        steps: first.step,
+        stopped: first.stopped.clone(),
+        exports: ends.iter().flatten().filter_map(|e| e.export.clone()).collect(),
+        checkpoint,
+        held_out: first.held_out.clone(),
+    }
+}
+
+fn record_failure(recorder: &Recorder, cause: &Cause) {
+    recorder.record(Event::Failure(Failure {
+        worker: cause.worker.clone(),
+        phase: cause.phase.clone(),
+        device: cause.device.clone().unwrap_or_default(),
+        cause: cause.error.clone(),
+    }));
+}
+
+fn gate_listener(recorder: Recorder, started: Instant) -> impl FnMut(&crate::pipeline::gate::GateEvent) + Send + 'static {
+    move |event| {
+        if event.phase == Phase::Open {
+            recorder.record(Event::Gate(GateOpen { startup_ms: started.elapsed().as_millis() as u64 }));
+            return;
+        }
+        recorder.record(Event::Phase(PhaseEvent {
+            name: event.phase.label().into(),
+            worker: event.worker.clone().unwrap_or_else(|| "run".into()),
+            device: event.device.clone().unwrap_or_default(),
+            progress: (event.progress * 1000.0) as u64,
+            total: Some(1000),
+            unit: "‰".into(),
+            done: event.progress >= 1.0,
+            deadline_ms: None,
+        }));
+    }
+}
