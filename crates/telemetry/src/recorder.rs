@@ -13,6 +13,7 @@ use crate::tensorboard::TensorBoardWriter;
 use crate::verdict::{Expected, Limits, judge};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
@@ -76,10 +77,8 @@ pub struct Stamped {
     pub event: Event,
 }
 
-enum Message {
-    Event(Stamped),
-    Shutdown,
-}
+/// What travels to the writer: an event, or nothing as the sign to end.
+type Message = Option<Stamped>;
 
 #[derive(Debug, Default)]
 struct Gauge {
@@ -129,8 +128,8 @@ impl Recorder {
             Sink::Writer(sender) => {
                 let room = if event.is_bulk() { self.capacity } else { self.capacity + RESERVE };
                 // The count is raised first, so that the writer never lowers it below zero.
-                let sent = self.gauge.queued.fetch_add(1, Ordering::Relaxed) < room
-                    && sender.try_send(Message::Event(stamped(event))).is_ok();
+                let sent =
+                    self.gauge.queued.fetch_add(1, Ordering::Relaxed) < room && sender.try_send(Some(stamped(event))).is_ok();
                 if !sent {
                     self.gauge.queued.fetch_sub(1, Ordering::Relaxed);
                 }
@@ -275,7 +274,7 @@ impl Telemetry {
         let mut told = false;
         while !thread.is_finished() {
             if !told && let Sink::Writer(sender) = &self.recorder.sink {
-                told = !matches!(sender.try_send(Message::Shutdown), Err(TrySendError::Full(_)));
+                told = !matches!(sender.try_send(None), Err(TrySendError::Full(_)));
                 thread.thread().unpark();
             }
             if begun.elapsed() > SHUTDOWN_LIMIT {
@@ -314,8 +313,13 @@ struct Writer {
 impl Writer {
     fn open(options: Options, gauge: Arc<Gauge>, shared: Arc<Shared>) -> Result<Writer, TelemetryError> {
         let path = options.run_dir.join(EVENTS_FILE);
-        let mut events =
-            OpenOptions::new().create(true).read(true).append(true).open(&path).map_err(TelemetryError::io("open", &path))?;
+        let mut events = OpenOptions::new()
+            .create(true)
+            .read(true)
+            .append(true)
+            .mode(0o644)
+            .open(&path)
+            .map_err(TelemetryError::io("open", &path))?;
         let (good_len, seq) = last_line(&mut events).map_err(TelemetryError::io("read", &path))?;
         let tensorboard =
             options.tensorboard.then(|| TensorBoardWriter::create(&options.run_dir.join("tensorboard"))).transpose()?;
@@ -365,8 +369,8 @@ impl Writer {
 
     fn take(&mut self, message: Message, lines: &mut Vec<u8>) -> bool {
         match message {
-            Message::Shutdown => false,
-            Message::Event(stamped) => {
+            None => false,
+            Some(stamped) => {
                 self.gauge.queued.fetch_sub(1, Ordering::Relaxed);
                 self.add(stamped, lines);
                 true

@@ -2,6 +2,9 @@
 
 use drafthorse_telemetry::*;
 
+/// What it is, the run as `(t, event)`, the time of judgement, the state, words of the headline and of the advice.
+type Case = (&'static str, Vec<(u64, Event)>, u64, &'static str, &'static str, &'static str);
+
 /// A run told as `(t, event)` pairs.
 fn status_of(events: Vec<(u64, Event)>) -> Status {
     let mut status = Status::default();
@@ -92,8 +95,7 @@ fn each_situation_has_its_verdict() {
         device: "gpu 0".into(),
         cause: "out of memory".into(),
     });
-    // (what, events, now, state, words of the headline, words of the advice)
-    let cases: Vec<(&str, Vec<(u64, Event)>, u64, &str, &str, &str)> = vec![
+    let cases: Vec<Case> = vec![
         ("nothing yet", vec![], 5_000, "unknown", "not said who it is", "log"),
         ("loading", vec![run(), phase(2_000, "target 0", 40, false)], 9_000, "starting", "40 of 100 shards", ""),
         (
