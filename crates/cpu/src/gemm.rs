@@ -1,10 +1,17 @@
 //! The three matrix products of a linear layer, on row-major slices.
 //!
 //! Job: one place that talks to the GEMM library. Refuses shapes that do not fit their slices (the library checks too).
-//! Invariant: the order of the sum over the inner extent does not depend on the number of threads.
+//! Invariant: the order of the sum over the inner extent does not depend on the number of threads. The library's own threading breaks
+//! that (its blocking follows the thread count), so outputs are cut into tiles here, by shape alone, and each tile is one task.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+/// Rows of one task's output.
+const TILE_ROWS: usize = 256;
+/// Columns of one task's output.
+const TILE_COLS: usize = 512;
 
 /// A row-major matrix that may be a column range of a wider one.
 #[derive(Clone, Copy)]
@@ -59,11 +66,6 @@ fn accum(into: Into) -> Accum {
     }
 }
 
-fn parallelism(threads: Threads, products: usize) -> Par {
-    // Below about a million multiply-adds waking the other threads costs more than it saves.
-    if threads == Threads::One || products < 1 << 20 || rayon::current_num_threads() == 1 { Par::Seq } else { Par::rayon(0) }
-}
-
 /// `y = x wᵀ`: x `[M, K]`, w `[N, K]`, y `[M, N]` contiguous.
 pub fn x_wt(y: &mut [f32], x: Rows<'_>, w: Rows<'_>, into: Into, threads: Threads) {
     product(y, x.mat(), w.mat().transpose(), into, threads);
@@ -81,8 +83,18 @@ pub fn xt_w(y: &mut [f32], x: Rows<'_>, w: Rows<'_>, into: Into, threads: Thread
 
 fn product(y: &mut [f32], a: MatRef<'_, f32>, b: MatRef<'_, f32>, into: Into, threads: Threads) {
     let (m, n) = (a.nrows(), b.ncols());
-    let par = parallelism(threads, m * n * a.ncols());
-    matmul(MatMut::from_row_major_slice_mut(&mut y[..m * n], m, n), accum(into), a, b, 1.0, par);
+    let y = MatMut::from_row_major_slice_mut(&mut y[..m * n], m, n);
+    // Below about a million multiply-adds waking the other threads costs more than it saves.
+    if threads == Threads::One || m * n * a.ncols() < 1 << 20 {
+        matmul(y, accum(into), a, b, 1.0, Par::Seq);
+        return;
+    }
+    y.par_row_chunks_mut(TILE_ROWS).enumerate().for_each(|(i, band)| {
+        band.par_col_chunks_mut(TILE_COLS).enumerate().for_each(|(j, tile)| {
+            let (a, b) = (a.subrows(i * TILE_ROWS, tile.nrows()), b.subcols(j * TILE_COLS, tile.ncols()));
+            matmul(tile, accum(into), a, b, 1.0, Par::Seq);
+        });
+    });
 }
 
 /// Measured rate in GFLOP/s of `y = x wᵀ` at one shape: the median of `repeats` runs on the current rayon pool, on random-looking data.
