@@ -55,7 +55,7 @@ impl CpuExecutor {
             bound.insert(t, Arc::clone(data));
         }
         let slot_len = program.of_role(Role::Slot).first().map_or(0, |&t| program.get(t).len());
-        let memory = Memory::new(&plan, bound);
+        let memory = Memory::new(&plan, bound, options.round);
         Ok(CpuExecutor { program, plan, memory, options, slot_len, fetches: HashMap::new(), next_fetch: 0 })
     }
 

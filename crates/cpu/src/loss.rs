@@ -5,6 +5,7 @@ use crate::gemm::{self, Into, Rows, Threads};
 use crate::math::{exp, exp_sum, max, wide};
 use crate::memory::Views;
 use drafthorse_graph::Program;
+use drafthorse_graph::dtype::round_bf16;
 use drafthorse_graph::op::{HeadLoss, PickTokens};
 use rayon::prelude::*;
 
@@ -12,6 +13,7 @@ use rayon::prelude::*;
 pub fn head_loss(op: &HeadLoss, program: &Program, views: &mut Views<'_>) {
     let (rows, h) = (program.get(op.x).rows(), program.get(op.x).cols());
     let vocab = program.get(op.head).rows();
+    let round = views.rounds(program, op.logits);
     let (logits, sums) = (views.take(op.logits), views.take(op.sums));
     let (ce, prob, hit) = (views.take(op.metrics.ce), views.take(op.metrics.prob), views.take_ints(op.metrics.hit));
     let mut dx = op.dx.map(|d| views.take(d));
@@ -33,6 +35,9 @@ pub fn head_loss(op: &HeadLoss, program: &Program, views: &mut Views<'_>) {
             .into_par_iter()
             .for_each(|(z, ce, prob, hit, &label, &weight)| {
                 let label = usize::try_from(label).expect("labels are token ids");
+                if round {
+                    z.iter_mut().for_each(|v| *v = round_bf16(*v));
+                }
                 wide(|| {
                     let target = z[label];
                     let top = max(z);
@@ -47,6 +52,9 @@ pub fn head_loss(op: &HeadLoss, program: &Program, views: &mut Views<'_>) {
                     }
                     z[label] -= weight;
                 });
+                if round {
+                    z.iter_mut().for_each(|v| *v = round_bf16(*v));
+                }
             });
         if let Some(dx) = &mut dx {
             gemm::x_w(

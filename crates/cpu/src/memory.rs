@@ -5,7 +5,7 @@
 
 use drafthorse_graph::op::{Access, Op};
 use drafthorse_graph::plan::Region;
-use drafthorse_graph::{Plan, Program, Role, TensorId};
+use drafthorse_graph::{DType, Plan, Program, Role, TensorId};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use std::sync::Arc;
 pub struct Memory {
     regions: Vec<(Region, Vec<f32>)>,
     frozen: HashMap<TensorId, Arc<Vec<f32>>>,
+    round: bool,
 }
 
 enum View<'a> {
@@ -23,6 +24,7 @@ enum View<'a> {
 /// The operands of one op.
 pub struct Views<'a> {
     views: HashMap<TensorId, View<'a>>,
+    round: bool,
 }
 
 impl<'a> Views<'a> {
@@ -42,6 +44,11 @@ impl<'a> Views<'a> {
     /// An integer scalar.
     pub fn count(&self, t: TensorId) -> usize {
         usize::try_from(self.ints(t)[0]).expect("counts are not negative")
+    }
+
+    /// True when `t` is to hold bf16 values. Ops whose contract rounds a tensor before they read it again ask this.
+    pub fn rounds(&self, program: &Program, t: TensorId) -> bool {
+        self.round && program.get(t).dtype == DType::BF16
     }
 
     /// An operand that the op writes or updates; can be taken once.
@@ -69,11 +76,11 @@ pub enum SlotView<'a> {
 }
 
 impl Memory {
-    /// Allocates every region of `plan`. `frozen` holds the content of each frozen tensor.
-    pub fn new(plan: &Plan, frozen: HashMap<TensorId, Arc<Vec<f32>>>) -> Memory {
+    /// Allocates every region of `plan`. `frozen` holds the content of each frozen tensor; `round` keeps BF16 tensors at bf16 values.
+    pub fn new(plan: &Plan, frozen: HashMap<TensorId, Arc<Vec<f32>>>, round: bool) -> Memory {
         let owned = [Region::Weight, Region::State, Region::Grad, Region::Step, Region::Input, Region::Output, Region::Arena];
         let regions = owned.iter().map(|&r| (r, vec![0.0f32; plan.bytes(r) / 4])).collect();
-        Memory { regions, frozen }
+        Memory { regions, frozen, round }
     }
 
     /// Bytes held, frozen tensors included.
@@ -141,6 +148,6 @@ impl Memory {
                 views.insert(t, if written { View::Write(mine) } else { View::Read(mine) });
             }
         }
-        Views { views }
+        Views { views, round: self.round }
     }
 }

@@ -6,6 +6,7 @@
 use crate::math::{dot, wide};
 use crate::memory::Views;
 use drafthorse_graph::Program;
+use drafthorse_graph::dtype::round_bf16;
 use drafthorse_graph::op::{PARTIALS, QkNormRope, QkNormRopeBwd, RmsNorm, RmsNormBwd};
 use rayon::prelude::*;
 
@@ -25,9 +26,13 @@ pub fn rms_norm(op: &RmsNorm, program: &Program, views: &mut Views<'_>) {
     match op.residual {
         Some(r) => {
             let (sum, delta) = (views.take(r.sum), views.read(r.delta));
+            let round = views.rounds(program, r.sum);
             (y.par_chunks_mut(h), sum.par_chunks_mut(h), rstd, x.par_chunks(h), delta.par_chunks(h)).into_par_iter().for_each(
                 |(y, sum, rstd, x, delta)| {
                     sum.iter_mut().zip(x.iter().zip(delta)).for_each(|(s, (x, d))| *s = x + d);
+                    if round {
+                        sum.iter_mut().for_each(|s| *s = round_bf16(*s));
+                    }
                     norm_row(sum, y, rstd);
                 },
             );
