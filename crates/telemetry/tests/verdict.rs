@@ -268,6 +268,17 @@ fn the_same_reading_twice_turns_into_a_stall_whatever_the_clocks() {
 }
 
 #[test]
+fn the_same_reading_twice_from_the_first_is_a_stall_too() {
+    let status = status_of(steps(20, |_| 2.0, &balanced()));
+    // By a clock that agrees, and by one that is ten seconds behind, so that the reading seems to come from the future.
+    for behind_ms in [0, 10_000] {
+        let mut watcher = Watcher::new(Expected::default(), Limits::default());
+        let names = [22_100, 90_000, 91_000].map(|t| watcher.observe(&status, t - behind_ms).state.name());
+        assert_eq!(names, ["healthy", "stalled", "stalled"], "{behind_ms} ms behind");
+    }
+}
+
+#[test]
 fn an_old_file_of_a_dead_run_is_not_healthy_at_first_sight() {
     let status = status_of(steps(20, |_| 2.0, &balanced()));
     let verdict = Watcher::new(Expected::default(), Limits::default()).observe(&status, 10_000_000);
