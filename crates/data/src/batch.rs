@@ -85,9 +85,9 @@ pub struct MicroBatch {
     pub rows: Vec<i32>,
     /// Draft row → index into `rows`, or -1, `[M·B]`.
     pub inverse: Vec<i32>,
-    /// Label token of slot k at m·(B-1) + k-1, `[M·(B-1)]`, 0 where the weight is 0.
+    /// Label token of draft row `rows[i]`, `[M·(B-1)]`, 0 after `n_rows`.
     pub labels: Vec<i32>,
-    /// Weight of slot k at m·(B-1) + k-1, `[M·(B-1)]`.
+    /// Weight of draft row `rows[i]`, `[M·(B-1)]`, 0 after `n_rows`.
     pub weights: Vec<f32>,
     /// Entries of `rows` that count.
     pub n_rows: usize,
@@ -124,9 +124,8 @@ impl MicroBatch {
             if row.mask.get(anchor + k).is_none_or(|&mask| mask == 0) {
                 continue;
             }
-            let slot = m * (b - 1) + k - 1;
-            self.labels[slot] = row.ids[anchor + k];
-            self.weights[slot] = slot_weights[k - 1];
+            self.labels[self.n_rows] = row.ids[anchor + k];
+            self.weights[self.n_rows] = slot_weights[k - 1];
             sum += f64::from(slot_weights[k - 1]);
             self.rows[self.n_rows] = (m * b + k) as i32;
             self.inverse[m * b + k] = self.n_rows as i32;

@@ -11,7 +11,7 @@ pub mod buckets;
 pub mod card;
 pub mod chat;
 pub mod dataset;
-mod error;
+pub mod error;
 mod hash;
 pub mod index;
 pub mod mask_token;

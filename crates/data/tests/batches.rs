@@ -85,7 +85,6 @@ fn check(batch: &Batch, data: &Dataset, shape: &BlockShape) {
             assert!((0..b).all(|k| micro.positions[m * b + k] == a + k as i32));
             if m >= micro.n_blocks {
                 assert_eq!((start, a, ids[0] as u32), (0, 0, MASK));
-                assert!(micro.weights[m * (b - 1)..(m + 1) * (b - 1)].iter().all(|&w| w == 0.0));
                 continue;
             }
             assert!((start, a) > before, "blocks are sorted and distinct");
@@ -95,18 +94,19 @@ fn check(batch: &Batch, data: &Dataset, shape: &BlockShape) {
             assert!(row.mask[a] == 1 && row.mask[a + 1] == 1, "the anchor is a candidate");
             assert_eq!(ids[0], row.ids[a]);
             for k in 1..b {
-                let slot = m * (b - 1) + k - 1;
-                let on = row.mask.get(a + k) == Some(&1);
-                let weight = if on { (-(k as f64 - 1.0) / 7.0).exp() } else { 0.0 };
-                assert!((f64::from(micro.weights[slot]) - weight).abs() < 1e-7);
-                assert_eq!(micro.labels[slot], if on { row.ids[a + k] } else { 0 });
-                sum += f64::from(micro.weights[slot]);
-                if on {
-                    expected_rows.push((m * b + k) as i32);
+                if row.mask.get(a + k) != Some(&1) {
+                    continue;
                 }
+                // Labels and weights are compacted like the rows they belong to.
+                let i = expected_rows.len();
+                assert!((f64::from(micro.weights[i]) - (-(k as f64 - 1.0) / 7.0).exp()).abs() < 1e-7);
+                assert_eq!(micro.labels[i], row.ids[a + k]);
+                sum += f64::from(micro.weights[i]);
+                expected_rows.push((m * b + k) as i32);
             }
         }
         assert_eq!(micro.rows[..micro.n_rows], expected_rows);
+        assert!(micro.labels[micro.n_rows..].iter().all(|&l| l == 0) && micro.weights[micro.n_rows..].iter().all(|&w| w == 0.0));
         for (r, &at) in micro.inverse.iter().enumerate() {
             assert_eq!(at, expected_rows.iter().position(|&e| e as usize == r).map_or(-1, |p| p as i32));
         }

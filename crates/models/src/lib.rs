@@ -10,7 +10,7 @@ mod config_keys;
 pub mod draft;
 pub mod draft_config;
 pub mod draft_folder;
-mod draft_json;
+pub mod draft_json;
 pub mod export;
 pub mod hf_config;
 pub mod hidden_states;

@@ -10,10 +10,10 @@ use crate::loops::{Loop, Packet, Shared, Vote, drafter_loop, prefetcher, target_
 use crate::metrics::Tally;
 use crate::pipeline::board::{Board, Watchdog};
 use crate::pipeline::cancel::{Cancel, Cause, Kind};
-use crate::pipeline::conveyor::{Conveyor, Layout};
+use crate::pipeline::conveyor::Conveyor;
 use crate::pipeline::crew::{self, Alarm, RunError, Watch};
 use crate::pipeline::gate::{Gate, Limits, Phase, Role};
-use crate::pipeline::layout::{Assignment, Mode};
+use crate::pipeline::layout::{Assignment, Layout, Mode};
 use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
 use crate::setup::Setup;
 use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};

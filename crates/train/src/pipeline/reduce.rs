@@ -218,6 +218,11 @@ pub struct Reducer {
 }
 
 impl Reducer {
+    /// Members of the group.
+    pub fn ranks(&self) -> usize {
+        self.fence.ranks
+    }
+
     /// This member's rank.
     pub fn rank(&self) -> usize {
         self.fence.rank
