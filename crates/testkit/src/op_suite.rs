@@ -168,11 +168,17 @@ pub fn run_case<E: Executor>(
 ///
 /// # Errors
 /// The executor's.
+///
+/// # Panics
+/// When a fetch shows something else than a read.
 pub fn execute<E: Executor>(
     case: &Case,
     make: impl FnOnce(Arc<Program>, HashMap<TensorId, FrozenData>) -> E,
 ) -> Result<Outputs, ExecError> {
     let mut executor = make(Arc::clone(&case.program), case.frozen());
+    // Slots exist before the executor prepares itself, and tensors are filled after it: a warm-up may run any phase.
+    let mut slot = if case.program.of_role(Role::Slot).is_empty() { None } else { Some(executor.new_slot()?) };
+    executor.prepare()?;
     for (id, tensor) in case.program.tensors() {
         let value = match (tensor.role, case.values.get(&id)) {
             (Role::Frozen | Role::Slot | Role::Phase, _) => continue,
@@ -187,36 +193,48 @@ pub fn execute<E: Executor>(
             Value::Int(v) => executor.write(id, HostRef::I32(&v))?,
         }
     }
-    let mut slot = None;
     for &phase in &case.phases {
-        match case.program.slot_access(phase) {
-            None => executor.run(phase, SlotArg::None)?,
-            Some(access) => {
-                let mut held = match slot.take() {
-                    Some(held) => held,
-                    None => executor.new_slot()?,
-                };
-                let arg = if access == Access::Write { SlotArg::Write(&mut held) } else { SlotArg::Read(&held) };
-                executor.run(phase, arg)?;
-                slot = Some(held);
-            }
-        }
-    }
-    let mut outputs = Outputs::new();
-    for t in case.outputs() {
-        let tensor = case.program.get(t);
-        let value = if tensor.dtype.is_float() {
-            let mut v = vec![f32::NAN; tensor.len()];
-            executor.read(t, HostMut::F32(&mut v))?;
-            Value::Float(v.into_iter().map(f64::from).collect())
-        } else {
-            let mut v = vec![i32::MIN; tensor.len()];
-            executor.read(t, HostMut::I32(&mut v))?;
-            Value::Int(v)
+        let arg = match (case.program.slot_access(phase), &mut slot) {
+            (None, _) => SlotArg::None,
+            (Some(Access::Write), Some(slot)) => SlotArg::Write(slot),
+            (Some(_), Some(slot)) => SlotArg::Read(slot),
+            (Some(_), None) => unreachable!("a program whose phases touch a slot has a slot tensor"),
         };
-        outputs.insert(t, value);
+        executor.run(phase, arg)?;
     }
+    let tensors = case.outputs();
+    let mut outputs = Outputs::new();
+    for &t in &tensors {
+        outputs.insert(t, read(&mut executor, &case.program, t)?);
+    }
+    let fetch = executor.fetch(&tensors)?;
+    let mut shown = 0;
+    executor.collect(fetch, &mut |i, content| {
+        let same = match (content, &outputs[&tensors[i]]) {
+            (HostRef::F32(a), Value::Float(b)) => {
+                a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| f64::from(a) == b || (a.is_nan() && b.is_nan()))
+            }
+            (HostRef::I32(a), Value::Int(b)) => a == b.as_slice(),
+            _ => false,
+        };
+        assert!(same, "case `{}`: fetch and read differ on `{}`", case.name, case.program.get(tensors[i]).name);
+        shown += 1;
+    })?;
+    assert_eq!(shown, tensors.len(), "case `{}`: tensors that a fetch showed", case.name);
     Ok(outputs)
+}
+
+fn read<E: Executor>(executor: &mut E, program: &Program, t: TensorId) -> Result<Value, ExecError> {
+    let tensor = program.get(t);
+    if tensor.dtype.is_float() {
+        let mut v = vec![f32::NAN; tensor.len()];
+        executor.read(t, HostMut::F32(&mut v))?;
+        Ok(Value::Float(v.into_iter().map(f64::from).collect()))
+    } else {
+        let mut v = vec![i32::MIN; tensor.len()];
+        executor.read(t, HostMut::I32(&mut v))?;
+        Ok(Value::Int(v))
+    }
 }
 
 fn poison(dtype: DType, len: usize) -> Value {

@@ -5,7 +5,7 @@
 
 use super::{Rounding, Value, Values, round_to, run_phase};
 use crate::op_suite::FrozenData;
-use drafthorse_graph::{Access, DType, ExecError, Executor, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
+use drafthorse_graph::{Access, DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -14,6 +14,15 @@ use std::sync::Arc;
 pub struct OracleExecutor {
     program: Arc<Program>,
     values: Values,
+    /// Copies that are under way, by number of the fetch.
+    fetches: HashMap<u64, Vec<HostCopy>>,
+    next_fetch: u64,
+}
+
+#[derive(Debug)]
+enum HostCopy {
+    Float(Vec<f32>),
+    Int(Vec<i32>),
 }
 
 impl OracleExecutor {
@@ -36,7 +45,7 @@ impl OracleExecutor {
             };
             values.insert(id, value);
         }
-        OracleExecutor { program, values }
+        OracleExecutor { program, values, fetches: HashMap::new(), next_fetch: 0 }
     }
 
     fn host_shape(&self, t: TensorId, got: String) -> ExecError {
@@ -89,6 +98,35 @@ impl Executor for OracleExecutor {
             (Some(_), HostMut::F32(out)) => Err(self.host_shape(t, format!("room for {} floats", out.len()))),
             (Some(_), HostMut::I32(out)) => Err(self.host_shape(t, format!("room for {} integers", out.len()))),
         }
+    }
+
+    fn fetch(&mut self, tensors: &[TensorId]) -> Result<Fetch, ExecError> {
+        let mut copies = Vec::new();
+        for &t in tensors {
+            copies.push(match self.values.get(&t) {
+                Some(Value::Float(v)) => HostCopy::Float(v.iter().map(|&x| x as f32).collect()),
+                Some(Value::Int(v)) => HostCopy::Int(v.clone()),
+                None => return Err(self.host_shape(t, "a fetch of a tensor that lives inside a phase".to_owned())),
+            });
+        }
+        self.next_fetch += 1;
+        self.fetches.insert(self.next_fetch, copies);
+        Ok(Fetch(self.next_fetch))
+    }
+
+    fn collect(&mut self, fetch: Fetch, each: &mut dyn FnMut(usize, HostRef<'_>)) -> Result<(), ExecError> {
+        let copies = self.fetches.remove(&fetch.0).expect("a fetch is collected once, by the executor that started it");
+        for (i, copy) in copies.iter().enumerate() {
+            match copy {
+                HostCopy::Float(v) => each(i, HostRef::F32(v)),
+                HostCopy::Int(v) => each(i, HostRef::I32(v)),
+            }
+        }
+        Ok(())
+    }
+
+    fn prepare(&mut self) -> Result<(), ExecError> {
+        Ok(())
     }
 
     fn run(&mut self, phase: PhaseId, slot: SlotArg<'_, Vec<f64>>) -> Result<(), ExecError> {
