@@ -1,3 +1,20 @@
+// CachedAttention: a few query rows over a key/value cache whose length is a device scalar.
+//
+// Mathematics: crates/graph/src/op/cached_attention.rs. Row r attends cache rows 0..=len+r: o = softmax(D^-1/2 q k^T) v per head.
+// The cache is split into chunks of fixed rows; a CTA sums one chunk, then one warp per row and head adds the chunks in order.
+//
+// Arguments and layout (row-major, contiguous, 16-byte aligned): q, o [R, hq*D] bf16; k_cache, v_cache [C, hk*D] bf16, already holding
+// rows 0..len+R-1; len [1] i32 on the device, len + R <= C; partial: scratch of ceil(C/chunk) * R * hq * (D+2) f32, no content needed;
+// count = R, capacity = C, chunk (a multiple of 64, the same in every plan whose results are compared: 256), hq, hk by value.
+//
+// Launch: cached_attention_d{64,128,256}(q, k_cache, v_cache, len, partial, count, capacity, chunk, hq, hk): grid (ceil(R / floor(64/G))
+//   * hk, ceil(C/chunk)), block 128, dynamic shared 512 + 128*D + 8*n*D, n = 64 (D = 256: 32): 41,472 / 82,432 / 98,816 bytes; then
+//   cached_attention_combine_d{64,128,256}(partial, len, o, count, chunk, chunks = ceil(C/chunk), hq): grid ceil(R*hq/4), block 128.
+//
+// Numerics: as block_attention_fwd.cu. Chunks and key tiles lie at fixed cache rows and masked keys add exactly nothing, so a token's
+// result does not depend on len, R or its row in the pass, bit for bit: plain decoding and verification agree.
+// Bound: (len + R)*hk*D*4 bytes of cache.
+// Reference: bench/lab/attention_check.py (float64 PyTorch); source arXiv 2307.08691, split keys arXiv 2311.01282.
 #include "lib/forward_mma.cuh"
 
 // Partial results of one chunk: per row and head D unnormalised sums, then (all chunks' sums apart) maximum and sum of probabilities.

@@ -354,8 +354,8 @@ template <int D>
 __device__ __forceinline__ void block_dkv_mma(const BlockRows &rows, const bf16 *q, const bf16 *dout, const bf16 *k, const bf16 *v,
                                               const float *lse, const float *delta, float *dk, float *dv, int context, int hq, int hk) {
     using T = DkvMmaTiles<D>;
-    __shared__ alignas(8) float row_lse[2][T::ROWS], row_delta[2][T::ROWS];
-    __shared__ alignas(8) int row_lo[2][T::ROWS], row_hi[2][T::ROWS];
+    __shared__ __align__(8) float row_lse[2][T::ROWS], row_delta[2][T::ROWS];
+    __shared__ __align__(8) int row_lo[2][T::ROWS], row_hi[2][T::ROWS];
     const int group = hq / hk, per_tile = T::ROWS / group;
     const int head = blockIdx.x % hk, j0 = static_cast<int>(blockIdx.x) / hk * T::KEYS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;

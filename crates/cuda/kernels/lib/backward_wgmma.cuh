@@ -17,7 +17,6 @@
 struct DqNote {
     int own_tiles, own_end;
     int ctx_tiles, ctx_end;
-    int real_lo, real_hi;
 };
 
 template <int D>
@@ -39,7 +38,7 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
     using T = DqTiles<D>;
     __shared__ Schedule schedule;
     __shared__ DqNote note;
-    __shared__ alignas(8) uint64_t barriers[2 + 4 * T::STAGES];
+    __shared__ __align__(8) uint64_t barriers[2 + 4 * T::STAGES];
 
     const uint32_t base = (ptx::smem_address(dynamic_shared) + 1023) & ~1023u;
     const uint32_t q_at = base, dout_at = q_at + T::Q_BYTES, k_at = dout_at + T::Q_BYTES, v_at = k_at + T::STAGES * T::KV_BYTES;
@@ -81,7 +80,7 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
             if (item < 0) continue;
             const int head = item % hk, first = schedule.tile(item / hk, tiles) * per_tile;
             const Interval in = clip_tile(real, first, per_tile);
-            DqNote next = {0, 0, 0, 0, in.lo, in.hi};
+            DqNote next = {0, 0, 0, 0};
             if (in.hi > in.lo) {
                 const Interval keys = rows.tile_keys(in.lo, in.hi, 0), own = rows.tile_own(in.lo, in.hi);
                 next.own_end = own.hi;
@@ -137,20 +136,27 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
         const int head = item % hk, first = schedule.tile(item / hk, tiles) * per_tile;
         int slot[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) slot[r] = row0 + 8 * r < per_tile * group ? first + (row0 + 8 * r) / group : slots;
+        for (int r = 0; r < 2; ++r) slot[r] = row0 + 8 * r < per_tile * group ? first + (row0 + 8 * r) / group : slots;  // `slots`: no row
+        auto is_real = [&](int r) { return slot[r] < real.hi; };
+        auto row_at = [&](int r) { return static_cast<int64_t>(slot[r]) * hq + head * group + (row0 + 8 * r) % group; };
+        BlockRows::Loaded loaded[2] = {};
+        float row_lse[2], row_delta[2];
+        // These loads are under way before the wait, so that their latency hides behind it.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (is_real(r)) loaded[r] = rows.load(slot[r], 0);
+            row_lse[r] = is_real(r) ? lse[row_at(r)] : INFINITY;  // +inf makes every probability 0
+            row_delta[r] = is_real(r) ? delta[row_at(r)] : 0.0f;
+        }
         ptx::mbarrier_wait(q_full, turn & 1);  // the note, q and do have arrived
         ++turn;
         const DqNote now = note;
 
         Interval keys[2];
-        float row_lse[2], row_delta[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool is_real = slot[r] >= now.real_lo && slot[r] < now.real_hi;
-            const int64_t at = static_cast<int64_t>(slot[r]) * hq + head * group + (row0 + 8 * r) % group;
-            keys[r] = is_real ? rows.keys(slot[r], 0) : Interval{0, 0};
-            row_lse[r] = is_real ? lse[at] * LOG2_E : INFINITY;  // +inf makes every probability 0
-            row_delta[r] = is_real ? delta[at] : 0.0f;
+            keys[r] = is_real(r) ? rows.keys(slot[r], loaded[r]) : Interval{0, 0};
+            row_lse[r] *= LOG2_E;
         }
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) acc[i] = 0.0f;
@@ -193,7 +199,7 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
             Interval own[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                own[r] = slot[r] >= now.real_lo && slot[r] < now.real_hi ? rows.own(slot[r]) : Interval{0, 0};
+                own[r] = is_real(r) ? rows.own(slot[r]) : Interval{0, 0};
             mask_scores(s, now.own_end - (t + 1) * T::OWN_N + 2 * pair, own[0], own[1]);
             probabilities(s);
             score_gradients(s, dp);
@@ -246,7 +252,10 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
                 probabilities(s);
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dp);
-                if (lane == 0) ptx::mbarrier_arrive(v_empty + 8 * stage);
+                if (lane == 0) {
+                    ptx::mbarrier_arrive(v_empty + 8 * stage);
+                    if (t + 1 == now.ctx_tiles) ptx::mbarrier_arrive(q_empty);  // q, do and the note may be replaced
+                }
                 score_gradients(s, dp);
 #pragma unroll
                 for (int k = 0; k < T::N / 16; ++k) pack_strip(ds[k], s, k);
@@ -261,7 +270,6 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
                 ptx::wgmma_hold(acc);
                 if (lane == 0) ptx::mbarrier_arrive(k_empty + 8 * stage);
             }
-            if (lane == 0) ptx::mbarrier_arrive(q_empty);  // q, do and the note are no longer read
         } else {
             __syncwarp();  // every lane has read the note before lane 0 gives it up
             if (lane == 0) ptx::mbarrier_arrive(q_empty);
@@ -269,13 +277,11 @@ __device__ __forceinline__ void block_dq_wgmma(const BlockRows &rows, const Tens
 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool is_real = slot[r] >= now.real_lo && slot[r] < now.real_hi;
-            const int64_t at = static_cast<int64_t>(slot[r]) * hq + head * group + (row0 + 8 * r) % group;
-            if (!is_real) {
+            if (!is_real(r)) {
 #pragma unroll
                 for (int i = 2 * r; i < D / 2; i += 4) acc[i] = acc[i + 1] = 0.0f;
             }
-            store_row(slot[r] < slots ? dq + at * D : nullptr, acc, r, AttentionScale<D>::VALUE);
+            store_row(slot[r] < slots ? dq + row_at(r) * D : nullptr, acc, r, AttentionScale<D>::VALUE);
         }
     }
 }
@@ -310,7 +316,7 @@ __device__ __forceinline__ void block_dkv_wgmma(const BlockRows &rows, const Ten
     __shared__ Schedule schedule;
     __shared__ RowNotes notes[T::STAGES];
     __shared__ int row_tiles_note;
-    __shared__ alignas(8) uint64_t barriers[2 + 2 * T::STAGES];
+    __shared__ __align__(8) uint64_t barriers[2 + 2 * T::STAGES];
 
     const uint32_t base = (ptx::smem_address(dynamic_shared) + 1023) & ~1023u;
     const uint32_t k_at = base, v_at = k_at + T::KV_BYTES, q_at = v_at + T::KV_BYTES, dout_at = q_at + T::STAGES * T::Q_BYTES;

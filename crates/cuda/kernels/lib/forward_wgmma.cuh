@@ -12,6 +12,9 @@
 #include "fragments.cuh"
 #include "schedule.cuh"
 
+#ifndef FORWARD_TURNS
+#define FORWARD_TURNS 1
+#endif
 #if defined(HOPPER_KERNELS)
 
 // What the feeding thread tells the computing ones about a tile.
@@ -42,7 +45,7 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
     using T = ForwardTiles<D, N, STAGES>;
     __shared__ Schedule schedule;
     __shared__ TileNote note;
-    __shared__ alignas(8) uint64_t barriers[2 + 4 * STAGES];
+    __shared__ __align__(8) uint64_t barriers[2 + 4 * STAGES];
 
     const uint32_t base = (ptx::smem_address(dynamic_shared) + 1023) & ~1023u;
     const uint32_t q_at = base, k_at = q_at + T::Q_BYTES, v_at = k_at + STAGES * T::KV_BYTES;
@@ -127,7 +130,7 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
     const int computing = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, quad = lane / 4, pair = lane % 4;
     const int row0 = 64 * computing + thread / 32 * 16 + quad;  // the thread's rows of the tile: row0 and row0 + 8
     constexpr int TURN = 2;                                     // named barriers TURN and TURN + 1 pass the right to issue
-    if (computing == 1) ptx::barrier_arrive(TURN, 256);         // warpgroup 1 lets warpgroup 0 begin
+    if (FORWARD_TURNS && computing == 1) ptx::barrier_arrive(TURN, 256);         // warpgroup 1 lets warpgroup 0 begin
 
     const uint64_t q_desc = ptx::matrix_descriptor(q_at + 64 * 128 * computing, 0);
     const uint64_t k_desc = ptx::matrix_descriptor(k_at, 0), v_desc = ptx::matrix_descriptor(v_at, T::KV_PANEL);
@@ -143,14 +146,14 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
         const TileNote now = note;
 
         int slot[2];
-        Interval keys[2];
+        typename Rows::Loaded loaded[2];  // used only after the own tiles, so that their latency hides behind those
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = row0 + 8 * r;
             slot[r] = row < per_tile * group ? first + row / group : slots;  // `slots` marks a row that no tensor has
-            const bool is_real = slot[r] >= now.real_lo && slot[r] < now.real_hi;
-            keys[r] = is_real ? rows.keys(slot[r], now.hint) : Interval{0, 0};
+            if (now.real_hi > now.real_lo) loaded[r] = rows.load(min(max(slot[r], now.real_lo), now.real_hi - 1), now.hint);
         }
+        auto is_real = [&](int r) { return slot[r] >= now.real_lo && slot[r] < now.real_hi; };
         SoftmaxState softmax;
         softmax.reset();
         float rescale[2];
@@ -177,7 +180,7 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
                 Interval own[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    own[r] = slot[r] >= now.real_lo && slot[r] < now.real_hi ? rows.own(slot[r]) : Interval{0, 0};
+                    own[r] = is_real(r) ? rows.own(slot[r]) : Interval{0, 0};
                 mask_scores(s, now.own_end - (t + 1) * T::OWN_N + 2 * pair, own[0], own[1]);
                 softmax.step(s, rescale, AttentionScale<D>::LOG2);
                 scale_rows(o, rescale);
@@ -197,6 +200,9 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
         }
 
         if (now.ctx_tiles > 0) {
+            Interval keys[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) keys[r] = is_real(r) ? rows.keys(slot[r], loaded[r]) : Interval{0, 0};
             // Keys that every row of the warp sees: tiles inside need no mask.
             int all_lo = max(keys[0].lo, keys[1].lo), all_hi = min(keys[0].hi, keys[1].hi);
 #pragma unroll
@@ -231,7 +237,10 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
             scores(used % STAGES);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(s);
-            if (lane == 0) ptx::mbarrier_arrive(k_empty + 8 * (used % STAGES));
+            if (lane == 0) {
+                ptx::mbarrier_arrive(k_empty + 8 * (used % STAGES));
+                if (now.ctx_tiles == 1) ptx::mbarrier_arrive(q_empty);  // after the last scores q and the note may be replaced
+            }
             mask(0);
             softmax.step(s, rescale, AttentionScale<D>::LOG2);
             scale_rows(o, rescale);
@@ -244,14 +253,17 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
                 ++used;
                 const int k_stage = used % STAGES;
                 ptx::mbarrier_wait(k_full + 8 * k_stage, used / STAGES & 1);
-                ptx::barrier_sync(TURN + computing, 256);  // waits until the other warpgroup has issued: products of one, softmax of the other
+                if (FORWARD_TURNS) ptx::barrier_sync(TURN + computing, 256);  // waits until the other warpgroup has issued: products of one, softmax of the other
                 scores(k_stage);
                 ptx::mbarrier_wait(v_full + 8 * v_stage, v_parity);
                 values(v_stage);
-                ptx::barrier_arrive(TURN + 1 - computing, 256);  // the other warpgroup may issue
+                if (FORWARD_TURNS) ptx::barrier_arrive(TURN + 1 - computing, 256);  // the other warpgroup may issue
                 ptx::wgmma_wait<1>();
                 ptx::wgmma_hold(s);
-                if (lane == 0) ptx::mbarrier_arrive(k_empty + 8 * k_stage);
+                if (lane == 0) {
+                    ptx::mbarrier_arrive(k_empty + 8 * k_stage);
+                    if (t + 1 == now.ctx_tiles) ptx::mbarrier_arrive(q_empty);
+                }
                 mask(t);
                 softmax.step(s, rescale, AttentionScale<D>::LOG2);
                 ptx::wgmma_wait<0>();
@@ -261,7 +273,6 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
 #pragma unroll
                 for (int k = 0; k < N / 16; ++k) pack_strip(p[k], s, k);
             }
-            if (lane == 0) ptx::mbarrier_arrive(q_empty);  // the last scores are done: q and the note may be replaced
             ptx::mbarrier_wait(v_full + 8 * (used % STAGES), used / STAGES & 1);
             values(used % STAGES);
             ptx::wgmma_wait<0>();
@@ -277,16 +288,16 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = row0 + 8 * r;
-            const bool is_real = slot[r] >= now.real_lo && slot[r] < now.real_hi, exists = slot[r] < slots;
+            const bool exists = slot[r] < slots, real_row = is_real(r);
             const int64_t at = static_cast<int64_t>(slot[r]) * hq + head * group + row % group;
             const float sum = softmax.sum[r];
             // Rows that are not real are written as zero whatever was computed for them.
-            if (!is_real) {
+            if (!real_row) {
 #pragma unroll
                 for (int i = 2 * r; i < D / 2; i += 4) o[i] = o[i + 1] = 0.0f;
             }
-            store_row(exists ? out + at * D : nullptr, o, r, is_real ? 1.0f / sum : 0.0f);
-            if (lse != nullptr && exists && pair == 0) lse[at] = is_real ? softmax.maximum[r] * AttentionScale<D>::VALUE + ptx::ln(sum) : 0.0f;
+            store_row(exists ? out + at * D : nullptr, o, r, real_row ? 1.0f / sum : 0.0f);
+            if (lse != nullptr && exists && pair == 0) lse[at] = real_row ? softmax.maximum[r] * AttentionScale<D>::VALUE + ptx::ln(sum) : 0.0f;
         }
     }
 }

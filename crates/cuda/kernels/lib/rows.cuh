@@ -35,6 +35,16 @@ struct BlockRows {
         int block = slot / size;
         return keys_of(block, slot - block * size);
     }
+    // The same in two steps: what must be loaded, and what is made of it once it has arrived.
+    struct Loaded {
+        int start, anchor;
+    };
+    __device__ Loaded load(int slot, int) const { return {ctx_start[slot / size], anchor[slot / size]}; }
+    __device__ Interval keys(int slot, Loaded from) const {
+        int lo = from.start, hi = lo + from.anchor;
+        if (window > 0) lo = min(max(lo, hi + slot % size - (window - 1)), hi);
+        return {lo, hi};
+    }
     // Rows of k_blk that a slot sees.
     __device__ Interval own(int slot) const {
         int first = slot / size * size;
@@ -87,6 +97,14 @@ struct CausalRows {
     __device__ Interval keys(int slot, int hint) const {
         while (hint + 1 < samples && cu[hint + 1] <= slot) ++hint;
         return {cu[hint], slot + 1};
+    }
+    // The same in two steps: what must be loaded, and what is made of it once it has arrived.
+    struct Loaded {
+        int hint, start, end;
+    };
+    __device__ Loaded load(int, int hint) const { return {hint, cu[hint], cu[hint + 1]}; }
+    __device__ Interval keys(int slot, Loaded from) const {
+        return slot < from.end ? Interval{from.start, slot + 1} : keys(slot, from.hint);
     }
     __device__ Interval own(int) const { return {0, 0}; }
     __device__ Interval tile_keys(int, int s1, int hint) const { return {cu[hint], s1}; }
