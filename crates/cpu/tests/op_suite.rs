@@ -35,11 +35,8 @@ fn bits(outputs: &Outputs) -> Vec<(TensorId, Vec<u64>)> {
 
 fn passes(act: DType) {
     let make = executor(3, act);
-    let failures: Vec<String> = op_suite::suite(act)
-        .iter()
-        .filter_map(|case| op_suite::run_case(case, &make).err())
-        .map(|e| e.to_string())
-        .collect();
+    let failures: Vec<String> =
+        op_suite::suite(act).iter().filter_map(|case| op_suite::run_case(case, &make).err()).map(|e| e.to_string()).collect();
     assert!(failures.is_empty(), "{act:?}: {} cases fail\n{}", failures.len(), failures.join("\n"));
 }
 
