@@ -166,7 +166,9 @@ fn gradients(t: &mut Trainer, batch: &Blocks) -> (Vec<f32>, BTreeMap<String, Vec
     t.gradients(batch);
     let optimizer = &t.passes.optimizer;
     let sums = t.m.get(optimizer.scalars.sums);
-    let grads = t.drafter.parameters.weights.iter().map(|(name, w)| (name.clone(), t.m.get(optimizer.grads[w]))).collect();
+    let name = |w| t.m.program.get(w).name["draft.".len()..].to_owned();
+    let named: Vec<_> = optimizer.params.iter().map(|p| (name(p.w), p.grad)).collect();
+    let grads = named.into_iter().map(|(name, g)| (name, t.m.get(g))).collect();
     (sums, grads)
 }
 
@@ -281,7 +283,8 @@ fn ten_steps_of_adamw() {
 /// A weight moves by about lr·g/|g| a step, so noise δ in g moves it by lr·δ/|g| of the way travelled: nothing for most entries, all of
 /// it (twice, in the other direction) for those whose gradient is noise.
 fn check_weights(c: &Case, t: &mut Trainer, stem: &str, travelled: f64) {
-    for (name, w) in t.drafter.parameters.weights.clone() {
+    for w in t.passes.optimizer.params.clone().into_iter().map(|p| p.w) {
+        let name = t.m.program.get(w).name["draft.".len()..].to_owned();
         let want = c.golden.tensor(&format!("{stem}.{name}")).unwrap();
         let gradient = c.golden.tensor(&format!("grad.{name}")).unwrap();
         let noise = bounds(&gradient.data, GRADIENT.0, GRADIENT.1);

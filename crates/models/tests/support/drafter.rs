@@ -58,7 +58,6 @@ pub struct RowResults {
 pub struct Trainer {
     pub m: Machine,
     pub passes: TrainPasses,
-    pub drafter: Dflash,
     config: DraftConfig,
     shape: TrainShape,
     slot: Vec<f32>,
@@ -99,7 +98,7 @@ impl Trainer {
             m.set(*t, &weights.draft[name]);
         }
         let slot = vec![0.0; shape.budget * config.fc_columns()];
-        Trainer { m, passes, drafter, config: config.clone(), shape, slot, hidden }
+        Trainer { m, passes, config: config.clone(), shape, slot, hidden }
     }
 
     /// Runs the context phase over the batch; rows past it hold zeros.
