@@ -1,0 +1,110 @@
+//! From a config file to a run folder and a backend: what `train`, `overfit` and `demo` share.
+//!
+//! Job: load a config with overrides and resolve its target, check disk, record who runs, train with telemetry, and shape the outcome.
+//! Refuses to print results. Invariants: the run folder holds the resolved config before the first step; telemetry is shut down whatever happened.
+
+use crate::build_id::BUILD_ID;
+use crate::exit::{Exit, Failure};
+use crate::target_folder::resolve;
+use drafthorse_data::sha256_hex;
+use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
+use drafthorse_train::config::RunConfig;
+use drafthorse_train::frozen::CpuBackend;
+use drafthorse_train::pipeline::cancel::Cancel;
+use drafthorse_train::run::{Options, Outcome, train};
+use drafthorse_train::setup::Setup;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// File in a run folder that holds the resolved config.
+pub const CONFIG_FILE: &str = "config.toml";
+/// How long threads may take to come back after a cancellation.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Loads a config and finds its target.
+///
+/// # Errors
+/// When the config or an override is wrong, or there is no such target.
+pub fn load_config(path: &Path, overrides: &[String]) -> Result<RunConfig, Failure> {
+    if let Some(flag) = overrides.iter().find(|o| !o.contains('=')) {
+        return Err(Failure::new(Exit::Usage, format!("`{flag}` is no override"), "write section.key=value, e.g. drafter.layers=5"));
+    }
+    let mut config = RunConfig::load(path, overrides)?;
+    config.target = resolve(&config.target)?;
+    Ok(config)
+}
+
+/// The CPU backend, or why the config's device cannot be had in this build.
+///
+/// # Errors
+/// Exit 5 for a device that this build lacks.
+pub fn backend(config: &RunConfig) -> Result<CpuBackend, Failure> {
+    if config.pipeline.device != "cpu" {
+        let what = format!("pipeline.device = \"{}\": this build has the backends {}", config.pipeline.device, crate::build_id::BUILD.backends.join(", "));
+        return Err(Failure::new(Exit::Device, what, "set pipeline.device=cpu, or use a build with the cuda backend"));
+    }
+    Ok(CpuBackend::new(config.pipeline.threads)?)
+}
+
+/// A launch.
+pub struct Launch<'a> {
+    /// The run.
+    pub setup: &'a Setup,
+    /// Its folder; exists.
+    pub run_dir: PathBuf,
+    /// Checkpoints to resume from, one per variant.
+    pub resume: Vec<PathBuf>,
+    /// Step resumed from.
+    pub resumed_from: Option<u64>,
+    /// Identity of this launch.
+    pub run_id: String,
+}
+
+/// SHA-256 of the resolved config.
+pub fn config_hash(config: &RunConfig) -> String {
+    sha256_hex(config.to_toml().as_bytes())
+}
+
+/// Trains on the config's device. `watch` runs on its own thread and reads events until they end.
+///
+/// # Errors
+/// Whatever ended the run before its time.
+pub fn launch(
+    launch: Launch<'_>,
+    backend: &CpuBackend,
+    cancel: &Cancel,
+    watch: impl FnOnce(Subscription) + Send,
+) -> Result<Outcome, Failure> {
+    let setup = launch.setup;
+    let file = launch.run_dir.join(CONFIG_FILE);
+    std::fs::write(&file, setup.config.to_toml()).map_err(|e| Failure::file("write", &file, &e))?;
+    let telemetry = Telemetry::start(TelemetryOptions::new(&launch.run_dir, &launch.run_id))?;
+    let events = telemetry.subscribe(4096);
+    let command_line: Vec<String> = std::env::args().collect();
+    let recorder = telemetry.recorder();
+    recorder.record(Event::Run(Identity {
+        build_id: BUILD_ID.into(),
+        config_hash: config_hash(&setup.config),
+        dataset_hash: setup.builder.dataset().fingerprint().to_owned(),
+        command_line: command_line.clone(),
+        host: std::fs::read_to_string("/proc/sys/kernel/hostname").map(|h| h.trim().to_owned()).unwrap_or_default(),
+        pid: std::process::id(),
+        started_t: unix_ms(),
+        backend: setup.config.pipeline.device.clone(),
+        total_steps: Some(setup.total_steps),
+        resumed_from_step: launch.resumed_from,
+    }));
+    let options = Options { run_dir: launch.run_dir, resume: launch.resume, build_id: BUILD_ID.into(), command_line, grace: GRACE };
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| watch(events));
+        let outcome = train(setup, backend, &options, &recorder, cancel);
+        // The writer ends first, which ends the watcher's events; the run's own result matters more than telemetry's.
+        let closed = telemetry.shutdown();
+        if let Err(panic) = watcher.join() {
+            std::panic::resume_unwind(panic);
+        }
+        let outcome = outcome?;
+        closed?;
+        Ok(outcome)
+    })
+}
