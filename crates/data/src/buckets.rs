@@ -4,6 +4,8 @@
 //! Invariants: every sample given is in exactly one batch; every batch keeps the budget of its rule and the maximum of rows;
 //! the result is a function of the lengths, the settings, the seed and the epoch alone.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{DataError, Result};
@@ -22,12 +24,6 @@ pub enum Batching {
 
 /// Most rows of a padded batch.
 pub const PADDED_ROWS: usize = 64;
-/// Batches that are open at the same time while packing. A sample goes where it fits tightest; with this many to choose
-/// from, the room left when a batch closes is small against a sample.
-const OPEN_BATCHES: usize = 32;
-/// A packed batch this full stays in its bucket; one less full is the bucket's tail and moves to the next smaller bucket,
-/// whose shorter samples fill it.
-const TAIL_BELOW: f64 = 0.99;
 
 /// Ranges of length, ascending: bucket b holds `edges[b] ≤ length < edges[b + 1]`; the last one has no upper bound.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,7 +95,7 @@ pub struct Limits {
     pub batching: Batching,
 }
 
-/// A batch under construction or done.
+/// The samples of one batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Group {
     /// Samples in packed order.
@@ -108,19 +104,11 @@ pub struct Group {
     pub tokens: u32,
     /// Longest sample.
     pub longest: u32,
-    /// The bucket in which it was closed.
+    /// The bucket of its first, longest-bucket sample.
     pub bucket: usize,
 }
 
 impl Group {
-    /// Tokens of the budget that would be taken with one more sample of `length`.
-    fn cost_with(&self, length: u32, batching: Batching) -> u64 {
-        match batching {
-            Batching::Packed => u64::from(self.tokens) + u64::from(length),
-            Batching::Padded => (self.samples.len() as u64 + 1) * u64::from(self.longest.max(length)),
-        }
-    }
-
     fn push(&mut self, sample: u32, length: u32) {
         self.samples.push(sample);
         self.tokens += length;
@@ -141,59 +129,59 @@ pub fn pack(
     for &s in samples {
         members[buckets.of(length_of(s))].push(s);
     }
-    let mut done = Vec::new();
-    let mut open: Vec<Group> = Vec::new();
-    // From long to short, so that a tail is filled up by shorter samples.
+    let mut packer = Packer { limits, groups: Vec::new(), rooms: BTreeSet::new() };
+    // From long to short, so that what a bucket leaves open is filled up by shorter samples.
     for (bucket, mut list) in members.into_iter().enumerate().rev() {
         CounterRng::new(seed, Stream::SampleOrder, epoch, bucket as u64).shuffle(&mut list);
-        let mut close = |mut group: Group| {
-            group.bucket = bucket;
-            done.push(group);
-        };
         for sample in list {
-            place(&mut open, &mut close, sample, length_of(sample), limits);
+            match limits.batching {
+                Batching::Packed => packer.best_fit(sample, length_of(sample), bucket),
+                Batching::Padded => packer.next_fit(sample, length_of(sample), bucket),
+            }
         }
-        let (full, tail): (Vec<_>, Vec<_>) = open.into_iter().partition(|g| {
-            bucket == 0
-                || g.samples.len() >= limits.max_rows
-                || (limits.batching == Batching::Packed && f64::from(g.tokens) >= TAIL_BELOW * f64::from(limits.budget))
-        });
-        full.into_iter().for_each(&mut close);
-        open = tail;
     }
-    CounterRng::new(seed, Stream::BatchOrder, epoch, 0).shuffle(&mut done);
-    done
+    CounterRng::new(seed, Stream::BatchOrder, epoch, 0).shuffle(&mut packer.groups);
+    packer.groups
 }
 
-/// Puts a sample into the open batch where the least room is left, or into a new one.
-fn place(open: &mut Vec<Group>, close: &mut impl FnMut(Group), sample: u32, length: u32, limits: Limits) {
-    let max_rows = match limits.batching {
-        Batching::Packed => limits.max_rows,
-        Batching::Padded => limits.max_rows.min(PADDED_ROWS),
-    };
-    let best = open
-        .iter()
-        .enumerate()
-        .map(|(at, g)| (g.cost_with(length, limits.batching), at))
-        .filter(|&(cost, _)| cost <= u64::from(limits.budget))
-        .max();
-    if let Some((_, at)) = best {
-        open[at].push(sample, length);
-        if open[at].samples.len() >= max_rows || open[at].tokens == limits.budget {
-            close(open.remove(at));
+struct Packer {
+    limits: Limits,
+    groups: Vec<Group>,
+    /// (tokens left, group) of every group that takes more samples; packed rule only.
+    rooms: BTreeSet<(u32, usize)>,
+}
+
+impl Packer {
+    /// Puts the sample where it leaves the least room, which is a group of its own bucket as long as one of those takes it.
+    fn best_fit(&mut self, sample: u32, length: u32, bucket: usize) {
+        let (room, at) = match self.rooms.range((length, 0)..).next().copied() {
+            Some(found) => {
+                self.rooms.remove(&found);
+                found
+            }
+            None => (self.limits.budget, self.open(bucket)),
+        };
+        self.groups[at].push(sample, length);
+        if self.groups[at].samples.len() < self.limits.max_rows && room > length {
+            self.rooms.insert((room - length, at));
         }
-        return;
     }
-    // Padding makes rows of equal length cheap, so the padded rule keeps its order and has one batch open.
-    let most_open = if limits.batching == Batching::Packed { OPEN_BATCHES } else { 1 };
-    if open.len() >= most_open
-        && let Some(at) = (0..open.len()).max_by_key(|&at| (open[at].tokens, std::cmp::Reverse(at)))
-    {
-        close(open.remove(at));
+
+    /// Puts the sample into the last group if rows × longest stays within the budget.
+    fn next_fit(&mut self, sample: u32, length: u32, bucket: usize) {
+        let takes = |g: &Group| {
+            let rows = g.samples.len() + 1;
+            rows <= self.limits.max_rows.min(PADDED_ROWS)
+                && rows as u64 * u64::from(g.longest.max(length)) <= u64::from(self.limits.budget)
+        };
+        let at = if self.groups.last().is_some_and(takes) { self.groups.len() - 1 } else { self.open(bucket) };
+        self.groups[at].push(sample, length);
     }
-    let mut group = Group::default();
-    group.push(sample, length);
-    if max_rows == 1 { close(group) } else { open.push(group) }
+
+    fn open(&mut self, bucket: usize) -> usize {
+        self.groups.push(Group { bucket, ..Group::default() });
+        self.groups.len() - 1
+    }
 }
 
 #[cfg(test)]
@@ -264,6 +252,19 @@ mod tests {
         let padded = Limits { batching: Batching::Padded, ..limits };
         let groups = pack(&samples, |s| lengths[s as usize], &buckets, padded, 1, 0);
         check(&lengths, &groups, padded);
+    }
+
+    #[test]
+    fn packing_fills_a_budget_of_three_samples_too() {
+        let mut rng = CounterRng::new(6, Stream::Test, 0, 0);
+        let lengths: Vec<u32> =
+            (0..6_000).map(|i| if i % 3 == 0 { 30 + rng.below(1_500) } else { 1_500 + rng.below(2_597) } as u32).collect();
+        let samples: Vec<u32> = (0..6_000).collect();
+        let limits = Limits { budget: 12_288, max_rows: 1024, batching: Batching::Packed };
+        let groups = pack(&samples, |s| lengths[s as usize], &Buckets::quantiles(lengths.clone(), 6), limits, 1, 0);
+        check(&lengths, &groups, limits);
+        let fill = f64::from(lengths.iter().sum::<u32>()) / (groups.len() as f64 * 12_288.0);
+        assert!(fill >= 0.97, "fill {fill}");
     }
 
     #[test]

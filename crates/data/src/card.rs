@@ -83,6 +83,8 @@ pub struct Card {
     pub straddling_tokens: u64,
     /// Assistant turns after which the template writes no end-of-turn token.
     pub turns_without_end: u64,
+    /// Opening assistant messages that no prompt leads to, masked.
+    pub openings_masked: u64,
     /// Messages per role in kept rows.
     pub messages: BTreeMap<String, u64>,
     /// Tokens.
@@ -139,6 +141,7 @@ impl Card {
         line(format!("| rows with special-token text (encoded as ordinary text) | {} |", self.special_text_rows));
         line(format!("| tokens across a span's border, masked | {} |", self.straddling_tokens));
         line(format!("| turns without an end-of-turn token | {} |", self.turns_without_end));
+        line(format!("| opening assistant messages that no prompt leads to, masked | {} |", self.openings_masked));
         line(format!("| largest token id | {} |", self.max_token_id));
         line("\n## Dropped rows\n".into());
         if self.dropped.is_empty() {

@@ -114,6 +114,7 @@ struct Kept {
     truncated: bool,
     straddling: u32,
     turns_without_end: u32,
+    opening_masked: bool,
     special_text: bool,
     messages: BTreeMap<&'static str, u64>,
 }
@@ -132,6 +133,7 @@ struct Counts {
     special_text: u64,
     straddling: u64,
     turns_without_end: u64,
+    openings_masked: u64,
     tokens: u64,
     messages: BTreeMap<String, u64>,
     dropped: BTreeMap<String, Dropped>,
@@ -368,6 +370,7 @@ fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Resu
             truncated: false,
             straddling: 0,
             turns_without_end: 0,
+            opening_masked: false,
             special_text: false,
             messages: BTreeMap::new(),
         },
@@ -397,6 +400,7 @@ fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Resu
                 truncated: conversation.truncated,
                 straddling: tokens.straddling,
                 turns_without_end: tokens.turns_without_end,
+                opening_masked: tokens.opening_masked,
                 special_text: tokens.special_text,
                 messages,
             }
@@ -422,6 +426,7 @@ impl Counts {
         self.special_text += u64::from(row.special_text);
         self.straddling += u64::from(row.straddling);
         self.turns_without_end += u64::from(row.turns_without_end);
+        self.openings_masked += u64::from(row.opening_masked);
         self.tokens += row.ids.len() as u64;
         for (&role, n) in &row.messages {
             *self.messages.entry(role.to_owned()).or_default() += n;
@@ -479,6 +484,7 @@ fn card(tokenizer: &ChatTokenizer, options: &PrepareOptions, counts: Counts, sou
         special_text_rows: counts.special_text,
         straddling_tokens: counts.straddling,
         turns_without_end: counts.turns_without_end,
+        openings_masked: counts.openings_masked,
         messages: counts.messages,
         tokens: header.tokens,
         supervised: header.supervised,

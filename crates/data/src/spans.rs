@@ -28,7 +28,7 @@ pub enum Drop {
     NoUser,
     /// The template refused the conversation; its words.
     TemplateRefused(String),
-    /// The template answers no prompt before an assistant message that comes first.
+    /// The only assistant message comes first, and no prompt of this template leads to it.
     AssistantFirst(String),
     /// An assistant turn could not be located exactly in the rendered text; why.
     SpanNotLocated(String),
@@ -87,6 +87,8 @@ pub struct Located {
     pub content: Vec<Range<usize>>,
     /// Assistant turns after which the template writes no end-of-turn token.
     pub turns_without_end: u32,
+    /// The conversation opens with an assistant message that no prompt of this template leads to; it is masked.
+    pub opening_masked: bool,
 }
 
 /// What ends a turn.
@@ -137,14 +139,24 @@ pub fn locate(template: &ChatTemplate, stops: &StopTexts, conversation: &Convers
         if spans.is_empty() {
             return Err(Drop::EmptyAssistant);
         }
-        return Ok(Located { text, spans, content, turns_without_end: 0 });
+        return Ok(Located { text, spans, content, turns_without_end: 0, opening_masked: false });
     }
     let turns = Turns { template, stops, probed: &probed, messages: &with_probes, tools: &tools, text: &text, ranges: &ranges };
     let mut spans = Vec::new();
     let mut turns_without_end = 0;
+    let mut opening = None;
     let last_message = conversation.messages.len() - 1;
     for i in (0..=last_message).filter(|&i| conversation.role(i) == "assistant") {
-        let Some((mut span, content_end, ended)) = turns.span(i)? else { continue };
+        let (mut span, content_end, ended) = match turns.span(i) {
+            Ok(Some(found)) => found,
+            Ok(None) => continue,
+            // Nobody asks a server for a first message, so it may well be context only.
+            Err(drop) if i == 0 => {
+                opening = Some(drop);
+                continue;
+            }
+            Err(drop) => return Err(drop),
+        };
         if conversation.truncated && i == last_message {
             span.end = content_end;
         } else if !ended {
@@ -153,12 +165,13 @@ pub fn locate(template: &ChatTemplate, stops: &StopTexts, conversation: &Convers
         spans.push(span);
     }
     if spans.is_empty() {
-        return Err(Drop::EmptyAssistant);
+        let words = opening.as_ref().map(|d| d.detail().unwrap_or_default().to_owned());
+        return Err(words.map_or(Drop::EmptyAssistant, Drop::AssistantFirst));
     }
     if spans.windows(2).any(|w| w[0].end > w[1].start) {
         return Err(lost("two turns overlap"));
     }
-    Ok(Located { text, spans, content, turns_without_end })
+    Ok(Located { text, spans, content, turns_without_end, opening_masked: opening.is_some() })
 }
 
 fn check_roles(conversation: &Conversation) -> Result<(), Drop> {
@@ -245,6 +258,14 @@ impl Turns<'_> {
         if base == between {
             return Ok(between.len());
         }
+        // Before a first message the template may write a preamble that it leaves out of an empty conversation.
+        if last_piece.is_none()
+            && !base.is_empty()
+            && let Some((before, _)) = between.rsplit_once(base.as_str())
+            && !before.contains(base.as_str())
+        {
+            return Ok(before.len() + base.len());
+        }
         let mut tails = vec![base];
         for (name, value) in SWITCHES {
             if self.template.mentions(name)
@@ -270,11 +291,10 @@ impl Turns<'_> {
     fn tail(&self, i: usize, overrides: Option<(&str, bool)>, last_piece: Option<usize>) -> Result<String, Drop> {
         let options = RenderOptions { add_generation_prompt: true, overrides, marks: None };
         let rendered = self.template.render(&self.messages[..i], self.tools, options).map_err(|e| {
-            let words = match e {
+            Drop::TemplateRefused(match e {
                 DataError::Template(words) => words,
                 other => other.to_string(),
-            };
-            if i == 0 { Drop::AssistantFirst(words) } else { Drop::TemplateRefused(words) }
+            })
         })?;
         let reading = self.probed.read(&rendered);
         let last = reading.probes.last();

@@ -18,7 +18,7 @@ pub struct BucketLine {
     pub from: u32,
     /// First length beyond, tokens.
     pub to: u32,
-    /// Batches closed in this bucket in epoch 0.
+    /// Batches of epoch 0 that were begun in this bucket.
     pub batches: u64,
     /// Their share of all batches.
     pub share: f64,

@@ -49,6 +49,8 @@ pub struct Tokenized {
     pub straddling: u32,
     /// Assistant turns after which the template writes no end-of-turn token.
     pub turns_without_end: u32,
+    /// The conversation opens with an assistant message that no prompt leads to, which was masked.
+    pub opening_masked: bool,
     /// The messages hold special-token text, which was encoded as ordinary text.
     pub special_text: bool,
 }
@@ -233,6 +235,7 @@ impl ChatTokenizer {
             loss_mask: vec![0; tokens.len()],
             straddling: 0,
             turns_without_end: located.turns_without_end,
+            opening_masked: located.opening_masked,
             special_text,
         };
         let mut spans = located.spans.iter().peekable();

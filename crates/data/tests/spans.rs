@@ -73,6 +73,21 @@ fn rewritten_history_is_followed() {
 }
 
 #[test]
+fn an_opening_assistant_message_is_supervised_only_where_a_prompt_leads_to_it() {
+    let value = chat(&[("assistant", "Welcome."), ("user", "q"), ("assistant", "a")]);
+    assert_eq!(supervised(CHATML, &value), ["Welcome.<|im_end|>", "a<|im_end|>"]);
+    // A default system message is a preamble that an empty conversation does not get.
+    let preamble = "{% if messages and messages[0].role != 'system' %}{{ '<|im_start|>system\\nS<|im_end|>\\n' }}{% endif %}";
+    assert_eq!(supervised(&format!("{preamble}{CHATML}"), &value), ["Welcome.<|im_end|>", "a<|im_end|>"]);
+    // This one cannot render an empty conversation: the opening is context, the answer is supervised.
+    let dir = target_dir(QWEN3);
+    let tokenizer = load(dir.path());
+    let tokens = tokenize(&tokenizer, &value).unwrap();
+    assert!(tokens.opening_masked);
+    assert_eq!(supervised_texts(&tokenizer, &tokens.input_ids, &tokens.loss_mask), ["a<|im_end|>"]);
+}
+
+#[test]
 fn a_thinking_switch_moves_the_border_into_the_prompt() {
     let dir = target_dir(QWEN3);
     let off: Map<String, Value> = [("enable_thinking".to_owned(), json!(false))].into_iter().collect();
