@@ -230,15 +230,14 @@ fn optimizer(b: &mut Build, trained: &[TensorId], grads: &HashMap<TensorId, Tens
     b.program.begin("optimizer").adamw(params, scalars, config);
 }
 
-/// Errors add up over some thirty ops, each of a few ulps.
+/// Errors add up over some thirty ops, each of a few ulps; second moments are squares of gradients and are off by twice as much.
+/// The shares are calibrated, not derived (the CPU executor takes up to 0.3 of them in F32 and 0.7 in BF16); single-op cases hold each op
+/// to the error model.
 fn near_rules(b: &mut Build, act: DType) {
-    let (rel, rms) = if act == DType::BF16 { (0.03, 0.1) } else { (1e-4, 1e-4) };
-    let written: Vec<TensorId> = b.program.tensors().map(|(t, _)| t).collect();
-    for t in written {
-        // Adam's first step moves every weight by the learning rate whatever the size of its gradient, so a gradient
-        // that is all rounding gives a step of either sign: the weights are bounded by it. A second moment is a square:
-        // its relative error is twice the gradient's.
-        let rel = if b.program.get(t).name.ends_with(".v") { 2.0 * rel } else { rel };
-        b.rule(t, Rule::Near { rel, rms });
+    let (rel, rms) = if act == DType::BF16 { (0.03, 0.1) } else { (2e-5, 2e-5) };
+    let all: Vec<(TensorId, bool)> = b.program.tensors().map(|(t, tensor)| (t, tensor.name.ends_with(".v"))).collect();
+    for (t, is_square) in all {
+        let times = if is_square { 2.0 } else { 1.0 };
+        b.rule(t, Rule::Near { rel: times * rel, rms: times * rms });
     }
 }
