@@ -24,6 +24,8 @@ const BUDGET: usize = 32;
 const MAX_ROWS: usize = 5;
 /// Rows of a prefill chunk; divides no sample's length.
 const PREFILL_ROWS: usize = 5;
+/// Rows of the caches and positions of the RoPE tables: past the depth at which matrix products are cut into blocks.
+const LONG: usize = 1100;
 /// Rows of a verify pass.
 const VERIFY_ROWS: usize = 4;
 
@@ -59,7 +61,7 @@ fn subject(folder: &std::path::Path, name: String) -> Subject {
         checkpoint.read_f32(&fused, &mut data).unwrap();
         frozen.insert(format!("target.{}", fused.name), Arc::new(data));
     }
-    let (cos, sin) = config.rope.tables(BUDGET);
+    let (cos, sin) = config.rope.tables(LONG);
     frozen.insert("target.rope.cos".into(), Arc::new(cos));
     frozen.insert("target.rope.sin".into(), Arc::new(sin));
     let golden = Golden::load(&format!("targets/{name}-expected")).unwrap();
@@ -78,7 +80,7 @@ impl Subject {
     /// Runs the packed pass over samples given as ranges of the golden tokens.
     fn packed(&self, samples: &[std::ops::Range<usize>]) -> Packed {
         let mut program = Program::new(DType::F32);
-        let target = Target::declare(&mut program, &self.config, BUDGET);
+        let target = Target::declare(&mut program, &self.config, LONG);
         let (phase, inputs, streams, logits) = target.inspection_pass(&mut program, BUDGET, MAX_ROWS);
         let mut m = Machine::new(program, &self.frozen);
         let rows = self.write_packed(&mut m, inputs, samples);
@@ -199,7 +201,7 @@ fn capture_fills_the_slot_with_the_streams() {
         let width = ids.len() * s.config.hidden;
         let mut program = Program::new(DType::F32);
         let slot = program.tensor("slot", &[BUDGET, width], DType::F32, Role::Slot);
-        let target = Target::declare(&mut program, &s.config, BUDGET);
+        let target = Target::declare(&mut program, &s.config, LONG);
         let pass = target.capture_pass(&mut program, BUDGET, MAX_ROWS, &ids, slot);
         let mut m = Machine::new(program, &s.frozen);
         let rows = s.write_packed(&mut m, pass.inputs, &s.samples());
@@ -231,8 +233,8 @@ struct Rows {
 impl<'a> Decoder<'a> {
     fn new(subject: &'a Subject) -> Self {
         let mut program = Program::new(DType::F32);
-        let target = Target::declare(&mut program, &subject.config, BUDGET);
-        let passes = target.decode_passes(&mut program, BUDGET, PREFILL_ROWS, VERIFY_ROWS, &subject.layer_ids());
+        let target = Target::declare(&mut program, &subject.config, LONG);
+        let passes = target.decode_passes(&mut program, LONG, PREFILL_ROWS, VERIFY_ROWS, &subject.layer_ids());
         let mut m = Machine::new(program, &subject.frozen);
         m.set(passes.temperature, &[0.0]);
         m.set(passes.uniform, &[0.0; VERIFY_ROWS]);
@@ -323,6 +325,22 @@ fn a_row_does_not_depend_on_the_rows_verified_with_it() {
         let mut together = Decoder::new(&s);
         let mut single = Decoder::new(&s);
         assert_eq!(together.passes(true, tokens, VERIFY_ROWS), single.passes(true, tokens, 1), "{}", s.name);
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_the_rows_verified_with_it_after_a_long_prefix() {
+    for s in subjects().into_iter().filter(|s| s.name == "qwen3_default") {
+        let tokens: Vec<i32> = (0..LONG).map(|i| (i * i * 7 + i * 31) as i32 % s.config.vocab as i32).collect();
+        let (mut together, mut single) = (Decoder::new(&s), Decoder::new(&s));
+        for from in [126, 254, 510, 1022] {
+            for decoder in [&mut together, &mut single] {
+                let start = decoder.len;
+                decoder.passes(false, &tokens[start..from], PREFILL_ROWS);
+            }
+            let rows = &tokens[from..from + VERIFY_ROWS];
+            assert_eq!(together.passes(true, rows, VERIFY_ROWS), single.passes(true, rows, 1), "after {from} tokens");
+        }
     }
 }
 
