@@ -259,7 +259,7 @@ FIRST = ("echo", "facts")
 FAMILIES = {f.__name__[1:]: f for f in (
     _add, _units, _weekday, _reverse, _sort, _count, _letters, _json, _table, _code, _story, _recipe, _note, _shop, _compare, _plan, _echo, _facts)}
 
-# What the demo asks: the families that the trained target answers best (measured by export.py over all of them).
+# What the demo asks: a choice made after looking at the target's answers and at a first drafter; README.md says how.
 DEMO = ("units", "weekday", "reverse", "json", "table", "code", "recipe", "note")
 
 
