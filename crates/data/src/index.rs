@@ -293,7 +293,7 @@ impl<'a> Scan<'a> {
         let place = |buffer: &Buffer| {
             // Compressed buffers are decoded into memory of their own, which a mapped reader cannot serve from.
             let at = (buffer.as_ptr() as usize).wrapping_sub(map.as_ptr() as usize);
-            if at.checked_add(buffer.len()).is_none_or(|end| end > map.len()) || at % 8 != 0 {
+            if at.checked_add(buffer.len()).is_none_or(|end| end > map.len()) || !at.is_multiple_of(8) {
                 return Err(DataError::dataset(path, "its buffers are compressed or not aligned to 8 bytes", REWRITE));
             }
             Ok(at as u64)
