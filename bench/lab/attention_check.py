@@ -222,9 +222,12 @@ class Blocks:
                        one(self.vb, rows).reshape(n, B, D), ctx, own)
 
 
-def alive(seconds=45):
-    """Ends the process with a traceback unless called again in time: a kernel that hangs must not eat the lease."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+PATIENCE = 45
+
+
+def alive():
+    """Ends the process with a traceback unless called again in time: a kernel that hangs must not hold the GPU."""
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
 
 
 def judge(name, results):
@@ -472,7 +475,10 @@ def main():
     p.add_argument("--parts", default="check,large,block,causal,cached")
     p.add_argument("--small", action="store_true", help="few small shapes, for compute-sanitizer")
     p.add_argument("--variants", default="", help="comma-separated sets of macros to build and time beside the default, e.g. FORWARD_TURNS=0,FORWARD_KEYS=176")
+    p.add_argument("--patience", type=int, default=45, help="seconds without progress that end the run; more under compute-sanitizer")
     a = p.parse_args()
+    global PATIENCE
+    PATIENCE = a.patience
     t0 = time.time()
     out = tempfile.mkdtemp()
     tags = [""] + ["+" + v for v in a.variants.split(",") if v]
