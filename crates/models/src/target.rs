@@ -273,8 +273,7 @@ impl Target {
             let mut b = program.begin(name);
             let mut stream = self.embedded(&mut b, tokens);
             // Every layer's cache must be filled, so all layers run even without a head; the last MLP alone could be spared.
-            for l in 0..self.config.layers {
-                let cache = caches[l];
+            for (l, &cache) in caches.iter().enumerate() {
                 stream = self.layer(&mut b, l, stream, rotary, |b, q, k, v| {
                     b.kv_append(k, v, cache);
                     b.cached_attention(q, cache, heads)

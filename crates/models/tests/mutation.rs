@@ -262,7 +262,7 @@ proptest! {
             let window = if *kind == LayerKind::Sliding { block_size + spare } else { usize::MAX };
             // A slot passes a gradient on when it carries loss or a slot that carries loss looks at it in this layer or a later one.
             let carries = |n: usize| world.batch.weights[n * block_size..(n + 1) * block_size].iter().any(|&w| w > 0.0);
-            let mut seen = vec![false; BUDGET];
+            let mut seen = [false; BUDGET];
             for n in (0..world.sample.len()).filter(|&n| carries(n)) {
                 let (start, anchor) = (world.batch.ctx_start[n] as usize, world.batch.anchor[n] as usize);
                 for position in 0..anchor {
