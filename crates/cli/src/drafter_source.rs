@@ -45,7 +45,8 @@ fn place(path: &Path) -> Result<Place, Failure> {
         None => {
             let variants = variants(path);
             let todo = match variants.as_slice() {
-                [] => "name a run folder, a checkpoint (step-…), or a drafter folder with config.json and model.safetensors".to_owned(),
+                [] => "name a run folder, a checkpoint (step-…), or a drafter folder with config.json and model.safetensors"
+                    .to_owned(),
                 names => format!("it is a sweep: name one of its variants, e.g. {}", path.join(&names[0]).display()),
             };
             Err(Failure::new(Exit::BadInput, format!("there is no drafter in {}", path.display()), todo))

@@ -246,7 +246,8 @@ impl Programs {
         };
         for (_, planned, program) in &self.drafters {
             let p = &program.passes;
-            flops.drafter += table.fill * (planned.useful(p.context) + planned.useful(p.context_backward)) + blocks * planned.useful(p.micro);
+            flops.drafter +=
+                table.fill * (planned.useful(p.context) + planned.useful(p.context_backward)) + blocks * planned.useful(p.micro);
             flops.drafter_executed +=
                 planned.executed(p.context) + planned.executed(p.context_backward) + micro_batches * planned.executed(p.micro);
         }
@@ -320,7 +321,10 @@ pub fn knobs(setup: &Setup, kind: Kind, placement: &Placement, limit: u64) -> Ve
     if found.is_empty() {
         let least = BatchSection { recompute: true, micro_blocks: 1, token_budget: longest, ..base.clone() };
         if need(&least) <= limit {
-            found.push(format!("batch.token_budget={longest} batch.micro_blocks=1 batch.recompute=true together ({})", bytes(need(&least))));
+            found.push(format!(
+                "batch.token_budget={longest} batch.micro_blocks=1 batch.recompute=true together ({})",
+                bytes(need(&least))
+            ));
         }
     }
     found

@@ -111,7 +111,11 @@ impl Failure {
     pub fn output(error: &io::Error) -> Failure {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Failure::ReaderGone,
-            _ => Failure::new(exit_of_io(error), format!("cannot write to standard output: {error}"), "check where it is redirected to"),
+            _ => Failure::new(
+                exit_of_io(error),
+                format!("cannot write to standard output: {error}"),
+                "check where it is redirected to",
+            ),
         }
     }
 
@@ -175,8 +179,7 @@ fn default_advice(exit: Exit) -> &'static str {
 }
 
 /// What to do about a fault of the program.
-pub const BUG_ADVICE: &str =
-    "this is a bug: report it with the command line and the output of `drafthorse version --json`; RUST_BACKTRACE=1 adds where it came from";
+pub const BUG_ADVICE: &str = "this is a bug: report it with the command line and the output of `drafthorse version --json`; RUST_BACKTRACE=1 adds where it came from";
 
 fn exit_of_io(error: &io::Error) -> Exit {
     match error.kind() {
@@ -326,5 +329,127 @@ fn exit_of_cause(cause: &Cause) -> Exit {
         Kind::Stalled => Exit::Stalled,
         Kind::Failed if cause.error.starts_with("panicked") => Exit::Bug,
         Kind::Failed => Exit::Device,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use drafthorse_train::pipeline::crew::RunError;
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    fn io_of(kind: io::ErrorKind) -> io::Error {
+        kind.into()
+    }
+
+    fn run_failure(kind: Kind, error: &str) -> RunFailure {
+        RunFailure::Run(RunError { cause: Arc::new(Cause::new(kind, "target 0", error)), others: Vec::new() })
+    }
+
+    /// Every mapping, one line each: what happened → code.
+    fn table() -> String {
+        let path = || PathBuf::from("f");
+        let text = || String::from("w");
+        let full = || io_of(io::ErrorKind::StorageFull);
+        let gone = || io_of(io::ErrorKind::NotFound);
+        let draft = || DraftError { field: "layers", got: text(), why: text(), advice: text() };
+        let device = || ExecError::Device { phase: text(), op: text(), what: text() };
+        let memory = || ExecError::Memory { bytes: 1, what: text() };
+        let weights = || WeightsError::NoWeights { folder: path(), advice: text() };
+        let rows: Vec<(&str, Failure)> = vec![
+            ("input file absent", DataError::Io { action: "read", path: path(), source: gone() }.into()),
+            ("disk full while preparing", DataError::Io { action: "write", path: path(), source: full() }.into()),
+            ("broken input line", DataError::BadLine { path: path(), line: 1, byte: 0, what: text() }.into()),
+            ("unknown role", DataError::UnknownRole { path: path(), line: 1, byte: 0, role: text() }.into()),
+            ("tokenizer absent", DataError::Target { path: path(), what: text(), todo: text() }.into()),
+            ("template refuses", DataError::Template(text()).into()),
+            ("tokenizer fails", DataError::Tokenizer(text()).into()),
+            ("nothing to train on", DataError::Refused { what: text(), todo: text() }.into()),
+            ("damaged dataset", DataError::Dataset { path: path(), what: text(), todo: text() }.into()),
+            ("faulty row", DataError::Row { path: path(), row: 1, what: text() }.into()),
+            ("impossible data setting", DataError::Config { key: "k", what: text(), todo: text() }.into()),
+            ("target config lacks a key", ModelConfigError::Missing { path: path(), key: text(), wanted: "w" }.into()),
+            ("impossible drafter", draft().into()),
+            ("weights absent", weights().into()),
+            ("weights unreadable", WeightsError::Io { path: path(), source: gone() }.into()),
+            ("drafter folder without weights", DraftFolderError::Checkpoint(weights()).into()),
+            ("drafter folder of another target", DraftFolderError::Draft { folder: path(), error: Box::new(draft()) }.into()),
+            ("export of weights that are not finite", ExportError::NonFinite { tensor: text(), at: 0, value: f32::NAN }.into()),
+            ("export without a tensor", ExportError::MissingTensor(text()).into()),
+            ("export onto a full disk", ExportError::Io { what: "write", path: path(), source: full() }.into()),
+            ("export over something else", ExportError::NotADrafter { folder: path() }.into()),
+            ("export reads back otherwise", ExportError::Differs { detail: text() }.into()),
+            ("config absent", ConfigError::Read { path: path(), source: gone() }.into()),
+            ("config typo", ConfigError::Parse { origin: text(), what: text(), todo: text() }.into()),
+            ("impossible config value", ConfigError::Value { key: "k", what: text(), todo: text() }.into()),
+            ("disk full while saving", CheckpointError::Io { what: "write", path: path(), source: full(), todo: text() }.into()),
+            ("damaged checkpoint", CheckpointError::Damaged { path: path(), what: text() }.into()),
+            ("checkpoint of another run", CheckpointError::Mismatch { path: path(), what: text(), todo: text() }.into()),
+            ("weights not finite at a save", CheckpointError::NotFinite { tensor: text(), step: 1 }.into()),
+            ("allocation fails", memory().into()),
+            ("device fails", device().into()),
+            ("host data of another shape", ExecError::HostShape { name: text(), want: 1, dtype: "float", got: text() }.into()),
+            ("phase without its slot", ExecError::Slot { phase: text(), what: text() }.into()),
+            ("backend missing", FrozenError::Missing { what: text(), todo: text() }.into()),
+            ("target does not fit", FrozenError::Exec(memory()).into()),
+            ("setup: target", SetupError::Target(FrozenError::Checkpoint(weights())).into()),
+            ("setup: data", SetupError::Data(DataError::Refused { what: text(), todo: text() }).into()),
+            ("setup: drafter", SetupError::Draft(draft()).into()),
+            ("init_from of another shape", StateError::OtherShape { folder: text(), field: "layers" }.into()),
+            ("state: device fails", StateError::Exec(device()).into()),
+            ("run folder on a full disk", TelemetryError::Io { action: "open", path: path(), source: full() }.into()),
+            ("telemetry writer stuck", TelemetryError::WriterStuck { path: path(), waited_ms: 1 }.into()),
+            ("worker panics", run_failure(Kind::Failed, "panicked: index out of bounds").into()),
+            ("worker fails", run_failure(Kind::Failed, "phase `micro`: lost").into()),
+            ("run stalls", run_failure(Kind::Stalled, "no progress").into()),
+            ("second Ctrl-C", run_failure(Kind::Stopped, "Ctrl-C, asked twice").into()),
+            (
+                "too many steps not finite",
+                RunFailure::Diverged(RunError {
+                    cause: Arc::new(Cause::new(Kind::Failed, "drafter 0", "w")),
+                    others: Vec::new(),
+                })
+                .into(),
+            ),
+            (
+                "resume from a damaged checkpoint",
+                RunFailure::Resume(CheckpointError::Damaged { path: path(), what: text() }).into(),
+            ),
+            ("standard output on a full disk", Failure::output(&full())),
+            ("reader of standard output gone", Failure::output(&io_of(io::ErrorKind::BrokenPipe))),
+        ];
+        rows.iter().map(|(what, failure)| format!("{:>2}  {what}\n", failure.exit().code())).collect()
+    }
+
+    #[test]
+    fn every_error_has_its_code() {
+        let wanted = include_str!("../tests/expected/exit-codes.txt");
+        assert!(
+            table() == wanted,
+            "the table of codes has changed; if that is meant, tests/expected/exit-codes.txt becomes:\n{}",
+            table()
+        );
+    }
+
+    #[test]
+    fn a_failure_is_two_lines() {
+        let failures: [Failure; 3] = [
+            ConfigError::Value { key: "optimizer.lr", what: "0 is no learning rate".into(), todo: "6e-4 is usual".into() }.into(),
+            ExecError::Device { phase: "micro".into(), op: "linear".into(), what: "lost".into() }.into(),
+            Failure::new(Exit::Usage, "a", "b"),
+        ];
+        let lines: Vec<String> = failures.iter().map(|f| f.lines().unwrap()).collect();
+        assert_eq!(lines[0], "error: config key `optimizer.lr`: 0 is no learning rate\n  6e-4 is usual");
+        assert!(lines.iter().all(|l| l.lines().count() == 2), "{lines:?}");
+        assert!(Failure::ReaderGone.lines().is_none());
+    }
+
+    #[test]
+    fn the_table_lists_every_code_once() {
+        let table = exit_code_table();
+        assert_eq!(table.lines().count(), 1 + Exit::ALL.len());
+        let codes: Vec<u8> = Exit::ALL.iter().map(|e| e.code()).collect();
+        assert_eq!(codes, [0, 2, 3, 4, 5, 6, 7, 8, 70]);
     }
 }

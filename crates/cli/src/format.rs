@@ -45,8 +45,11 @@ pub fn si(value: f64) -> String {
     format!("{value:.digits$}{}", units[unit])
 }
 
-/// Seconds as `850 ms`, `12.3 s`, `4 min 5 s`, `3 h 12 min` or `5 d 3 h`.
+/// Seconds as `80 µs`, `850 ms`, `12.3 s`, `4 min 5 s`, `3 h 12 min` or `5 d 3 h`.
 pub fn seconds(s: f64) -> String {
+    if s < 1e-3 {
+        return format!("{:.0} µs", s * 1e6);
+    }
     if s < 1.0 {
         return format!("{:.0} ms", s * 1000.0);
     }
@@ -91,10 +94,17 @@ mod tests {
 
     #[test]
     fn numbers_read_well() {
-        assert_eq!([bytes(0), bytes(999), bytes(1536), bytes(1 << 30), bytes(150 << 20)], ["0 B", "999 B", "1.50 KiB", "1.00 GiB", "150 MiB"]);
+        assert_eq!(
+            [bytes(0), bytes(999), bytes(1536), bytes(1 << 30), bytes(150 << 20)],
+            ["0 B", "999 B", "1.50 KiB", "1.00 GiB", "150 MiB"]
+        );
         assert_eq!([count(0), count(999), count(1000), count(1_234_567)], ["0", "999", "1,000", "1,234,567"]);
         assert_eq!([si(12.0), si(1234.0), si(4.211e12)], ["12.0", "1.23 k", "4.21 T"]);
-        assert_eq!([seconds(0.85), seconds(12.34), seconds(245.0), seconds(11_520.0), seconds(442_800.0)], ["850 ms", "12.3 s", "4 min 5 s", "3 h 12 min", "5 d 3 h"]);
+        assert_eq!(seconds(8e-5), "80 µs");
+        assert_eq!(
+            [seconds(0.85), seconds(12.34), seconds(245.0), seconds(11_520.0), seconds(442_800.0)],
+            ["850 ms", "12.3 s", "4 min 5 s", "3 h 12 min", "5 d 3 h"]
+        );
     }
 
     #[test]

@@ -27,7 +27,11 @@ const GRACE: Duration = Duration::from_secs(10);
 /// When the config or an override is wrong, or there is no such target.
 pub fn load_config(path: &Path, overrides: &[String]) -> Result<RunConfig, Failure> {
     if let Some(flag) = overrides.iter().find(|o| !o.contains('=')) {
-        return Err(Failure::new(Exit::Usage, format!("`{flag}` is no override"), "write section.key=value, e.g. drafter.layers=5"));
+        return Err(Failure::new(
+            Exit::Usage,
+            format!("`{flag}` is no override"),
+            "write section.key=value, e.g. drafter.layers=5",
+        ));
     }
     let mut config = RunConfig::load(path, overrides)?;
     config.target = resolve(&config.target)?;
@@ -40,7 +44,11 @@ pub fn load_config(path: &Path, overrides: &[String]) -> Result<RunConfig, Failu
 /// Exit 5 for a device that this build lacks.
 pub fn backend(config: &RunConfig) -> Result<CpuBackend, Failure> {
     if config.pipeline.device != "cpu" {
-        let what = format!("pipeline.device = \"{}\": this build has the backends {}", config.pipeline.device, crate::build_id::BUILD.backends.join(", "));
+        let what = format!(
+            "pipeline.device = \"{}\": this build has the backends {}",
+            config.pipeline.device,
+            crate::build_id::BUILD.backends.join(", ")
+        );
         return Err(Failure::new(Exit::Device, what, "set pipeline.device=cpu, or use a build with the cuda backend"));
     }
     Ok(CpuBackend::new(config.pipeline.threads)?)
@@ -94,7 +102,8 @@ pub fn launch(
         total_steps: Some(setup.total_steps),
         resumed_from_step: launch.resumed_from,
     }));
-    let options = Options { run_dir: launch.run_dir, resume: launch.resume, build_id: BUILD_ID.into(), command_line, grace: GRACE };
+    let options =
+        Options { run_dir: launch.run_dir, resume: launch.resume, build_id: BUILD_ID.into(), command_line, grace: GRACE };
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(events));
         let outcome = train(setup, backend, &options, &recorder, cancel);

@@ -26,7 +26,8 @@ impl Progress {
     pub fn new(screen: Screen, what: &str) -> Progress {
         let bar = (screen.live && !screen.quiet).then(|| {
             let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10));
-            let style = ProgressStyle::with_template("{prefix} {bar:28} {percent:>3} %  {msg}  eta {eta}").expect("the template is fixed");
+            let style = ProgressStyle::with_template("{prefix} {bar:28} {percent:>3} %  {msg}  eta {eta}")
+                .expect("the template is fixed");
             bar.set_style(style.progress_chars("━╸─"));
             bar.set_prefix(what.to_owned());
             bar

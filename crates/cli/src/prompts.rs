@@ -60,7 +60,11 @@ pub fn read(files: &[PathBuf], limit: Option<usize>, room: usize, tokenizer: &Ch
     if prompts.list.is_empty() {
         let reasons: Vec<String> = prompts.dropped.iter().map(|(r, n)| format!("{n} {r}")).collect();
         let why = if reasons.is_empty() { "they are empty".into() } else { reasons.join(", ") };
-        return Err(Failure::new(Exit::BadInput, format!("no prompt in the files named: {why}"), "name files with prompts, one a line"));
+        return Err(Failure::new(
+            Exit::BadInput,
+            format!("no prompt in the files named: {why}"),
+            "name files with prompts, one a line",
+        ));
     }
     Ok(prompts)
 }

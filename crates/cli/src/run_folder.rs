@@ -127,7 +127,12 @@ mod tests {
     use super::*;
 
     fn config(out: &Path, extra: &str) -> RunConfig {
-        RunConfig::parse(&format!("target = \"t/Tiny\"\ndata = \"d\"\nout = {:?}\n{extra}", out.display().to_string()), "test", &[]).unwrap()
+        RunConfig::parse(
+            &format!("target = \"t/Tiny\"\ndata = \"d\"\nout = {:?}\n{extra}", out.display().to_string()),
+            "test",
+            &[],
+        )
+        .unwrap()
     }
 
     fn checkpoint_at(dir: &Path, step: u64) -> PathBuf {
@@ -182,7 +187,8 @@ mod tests {
     #[test]
     fn a_sweep_resumes_at_a_step_that_all_variants_have() {
         let dir = tempfile::tempdir().unwrap();
-        let c = config(dir.path(), "name = \"s\"\n[pipeline]\ndrafters = [0, 1]\n[[sweep]]\nname = \"a\"\n[[sweep]]\nname = \"b\"\n");
+        let c =
+            config(dir.path(), "name = \"s\"\n[pipeline]\ndrafters = [0, 1]\n[[sweep]]\nname = \"a\"\n[[sweep]]\nname = \"b\"\n");
         let run = dir.path().join("s");
         for (variant, steps) in [("a", vec![5, 10]), ("b", vec![5])] {
             for step in steps {

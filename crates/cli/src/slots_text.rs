@@ -13,7 +13,10 @@ use drafthorse_train::decode::{Completion, Origin};
 const RAMP: [u8; 8] = [46, 48, 51, 45, 39, 63, 99, 165];
 
 /// Text pieces with their origin; a piece takes the origin of its last token.
-pub fn pieces(completion: &Completion, decode: impl Fn(&[i32]) -> Result<String, Failure>) -> Result<Vec<(String, Origin)>, Failure> {
+pub fn pieces(
+    completion: &Completion,
+    decode: impl Fn(&[i32]) -> Result<String, Failure>,
+) -> Result<Vec<(String, Origin)>, Failure> {
     let ids: Vec<i32> = completion.emitted.iter().map(|e| e.token as i32).collect();
     let whole = decode(&ids)?;
     let mut pieces = Vec::new();
@@ -89,7 +92,12 @@ mod tests {
     #[test]
     fn a_character_of_two_tokens_stays_whole() {
         let [a, b] = *"é".as_bytes() else { panic!("two bytes") };
-        let c = completion(&[(b'x'.into(), Origin::Prefill), (a.into(), Origin::Draft(1)), (b.into(), Origin::Draft(2)), (b'y'.into(), Origin::Target)]);
+        let c = completion(&[
+            (b'x'.into(), Origin::Prefill),
+            (a.into(), Origin::Draft(1)),
+            (b.into(), Origin::Draft(2)),
+            (b'y'.into(), Origin::Target),
+        ]);
         let pieces = pieces(&c, bytes).unwrap();
         assert_eq!(pieces, [("x".into(), Origin::Prefill), ("é".into(), Origin::Draft(2)), ("y".into(), Origin::Target)]);
     }

@@ -44,7 +44,7 @@ pub struct Demo {
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 600)]
+    #[arg(long, value_name = "N", default_value_t = 500)]
     steps: u64,
     /// Held-out prompts to decode
     #[arg(long, value_name = "N", default_value_t = 32)]
@@ -71,7 +71,8 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     unpack(&work)?;
     let folder = work.join("target");
     let tokenizer = ChatTokenizer::load(&folder, "demo", &Map::new(), today())?;
-    let options = PrepareOptions { overwrite: true, ..PrepareOptions::new(vec![work.join("completions.jsonl")], work.join("data")) };
+    let options =
+        PrepareOptions { overwrite: true, ..PrepareOptions::new(vec![work.join("completions.jsonl")], work.join("data")) };
     let card = prepare(&tokenizer, &options, &|_| {})?;
     screen.say(format!("data       {} chats sampled from the target, {} tokens", count(card.rows), count(card.tokens)))?;
     let config = config(args, &work)?;
@@ -88,8 +89,9 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     let prompts = prompts::read(&[work.join("prompts.jsonl")], Some(args.prompts), MAX_NEW_TOKENS, &tokenizer)?;
     let prompts: Vec<Vec<u32>> = prompts.list.into_iter().map(|p| p.tokens).collect();
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "stopping")
-        .map_err(|e| Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)"))?;
+    let signals = Signals::listen(&cancel, screen, "stopping").map_err(|e| {
+        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
+    })?;
     let bench = Bench { setup: &setup, tokenizer: &tokenizer, backend: &backend, prompts: &prompts, cancel: &cancel, screen };
     let (before, _) = bench.measure("before", &initial_weights(&setup, &backend)?)?;
     let run_dir = work.join("run");
@@ -146,12 +148,14 @@ fn config(args: &Demo, work: &Path) -> Result<RunConfig, Failure> {
     ]);
     let mut overrides: Vec<String> = [
         "drafter.layers=2",
+        "drafter.init_std=0.08",
         "drafter.target_layer_ids=[1, 2, 3, 4]",
         "batch.token_budget=1536",
         "batch.anchors=20",
         "batch.max_blocks=160",
         "batch.micro_blocks=80",
-        "optimizer.lr=3e-3",
+        "drafter.head_dim=64",
+        "optimizer.lr=4e-3",
         "eval.every=200",
         "eval.held_out={ rows = 32 }",
         "checkpoint.every=0",
@@ -167,11 +171,12 @@ fn config(args: &Demo, work: &Path) -> Result<RunConfig, Failure> {
 fn initial_weights(setup: &Setup, backend: &CpuBackend) -> Result<Vec<(String, Vec<f32>)>, Failure> {
     let variant = &setup.variants[0];
     let adam = adam_config(&variant.config);
-    let program = drafter_program(backend.act(), &setup.target.config, &variant.draft, &setup.captured, setup.train_shape(), adam);
+    let program =
+        drafter_program(backend.act(), &setup.target.config, &variant.draft, &setup.captured, setup.train_shape(), adam);
     let source = FrozenSource { target: &setup.target, draft: Some(&variant.draft) };
     let exec = backend.executor(0, Arc::clone(&program.program), &source, &mut |_, _| {})?;
     let mut drafter = Drafter::new(exec, program);
-    drafter.initialise(setup.config.seed)?;
+    drafter.initialise(setup.config.seed, setup.config.drafter.init_std)?;
     Ok(drafter.weights()?)
 }
 
@@ -194,7 +199,12 @@ fn train(setup: &Setup, backend: &CpuBackend, run_dir: &Path, cancel: &Cancel, s
         while let Some(envelope) = events.next(Duration::MAX) {
             match &envelope.event {
                 Event::Step(step) => progress.update(step.step, total, || {
-                    format!("loss {:.3}, acceptance {:.2}, {} tokens/s", step.loss, step.expected_acceptance, si(step.tokens_per_s))
+                    format!(
+                        "loss {:.3}, acceptance {:.2}, {} tokens/s",
+                        step.loss,
+                        step.expected_acceptance,
+                        si(step.tokens_per_s)
+                    )
                 }),
                 Event::HeldOut(h) => progress.line(&format!(
                     "held out   after step {}: loss {:.3}, expected acceptance {:.2}",

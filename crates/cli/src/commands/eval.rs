@@ -65,10 +65,18 @@ pub struct Eval {
 /// Runs the command.
 pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
     if args.prove && args.temperature != 0.0 {
-        return Err(Failure::new(Exit::Usage, "--prove compares greedy decoding, but --temperature is above 0", "leave one of the two out"));
+        return Err(Failure::new(
+            Exit::Usage,
+            "--prove compares greedy decoding, but --temperature is above 0",
+            "leave one of the two out",
+        ));
     }
     if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::new(Exit::Usage, format!("--temperature {} is no temperature", args.temperature), "use 0 (greedy) or more"));
+        return Err(Failure::new(
+            Exit::Usage,
+            format!("--temperature {} is no temperature", args.temperature),
+            "use 0 (greedy) or more",
+        ));
     }
     let folder = target_of(args.target.as_deref(), &args.drafter)?;
     let target = TargetFiles::open(&folder)?;
@@ -83,12 +91,14 @@ pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
     let longest = prompts.list.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
     let backend = CpuBackend::new(args.threads)?;
     let mut decoder = decoder(&target, &drafter.config, &drafter.weights, longest + args.max_new_tokens, &backend, screen)?;
-    let settings = Settings { max_new_tokens: args.max_new_tokens, temperature: args.temperature, seed: args.seed, prove: args.prove };
+    let settings =
+        Settings { max_new_tokens: args.max_new_tokens, temperature: args.temperature, seed: args.seed, prove: args.prove };
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
     let list: Vec<Vec<u32>> = prompts.list.iter().map(|p| p.tokens.clone()).collect();
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this prompt")
-        .map_err(|e| Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)"))?;
+    let signals = Signals::listen(&cancel, screen, "finishing this prompt").map_err(|e| {
+        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
+    })?;
     let progress = Progress::new(screen, "eval");
     let mut tokens = 0;
     let report = evaluate(&mut decoder, &list, &stop, &settings, &cancel, &mut |done, tau, completion| {

@@ -60,7 +60,11 @@ pub struct Generate {
 /// Runs the command.
 pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
     if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::new(Exit::Usage, format!("--temperature {} is no temperature", args.temperature), "use 0 (greedy) or more"));
+        return Err(Failure::new(
+            Exit::Usage,
+            format!("--temperature {} is no temperature", args.temperature),
+            "use 0 (greedy) or more",
+        ));
     }
     let folder = target_of(args.target.as_deref(), &args.drafter)?;
     let target = TargetFiles::open(&folder)?;
@@ -77,7 +81,8 @@ pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
     };
     let most = target.config.max_positions;
     if prompt.is_empty() || prompt.len() + args.max_new_tokens + drafter.config.block_size > most {
-        let what = format!("a prompt of {} tokens and {} new ones on a target of {most} positions", prompt.len(), args.max_new_tokens);
+        let what =
+            format!("a prompt of {} tokens and {} new ones on a target of {most} positions", prompt.len(), args.max_new_tokens);
         return Err(Failure::new(Exit::Usage, what, "give a prompt, shorten it, or lower --max-new-tokens"));
     }
     let backend = CpuBackend::new(args.threads)?;
@@ -107,7 +112,8 @@ pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
         if completion.stopped { "" } else { " (cut at --max-new-tokens)" }
     ));
     let ids: Vec<i32> = completion.emitted.iter().map(|e| e.token as i32).collect();
-    let slots: Vec<usize> = completion.emitted.iter().map(|e| if let Origin::Draft(slot) = e.origin { slot } else { 0 }).collect();
+    let slots: Vec<usize> =
+        completion.emitted.iter().map(|e| if let Origin::Draft(slot) = e.origin { slot } else { 0 }).collect();
     screen.json(&json!({
         "text": tokenizer.decode(&ids)?, "tokens": ids, "slots": slots, "per_pass": completion.per_pass, "accepted": completion.accepted,
         "tau": tau, "stopped": completion.stopped, "elapsed_s": elapsed_s,

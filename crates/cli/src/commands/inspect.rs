@@ -106,7 +106,8 @@ fn show_row(args: &Inspect, dataset: &Dataset, number: usize, screen: Screen) ->
         })
         .collect();
     screen.say(text)?;
-    let listed: Vec<_> = pieces.iter().map(|(text, marked, n)| json!({"text": text, "supervised": marked, "tokens": n})).collect();
+    let listed: Vec<_> =
+        pieces.iter().map(|(text, marked, n)| json!({"text": text, "supervised": marked, "tokens": n})).collect();
     screen.json(&json!({"row": number, "input_ids": row.ids, "loss_mask": row.mask, "pieces": listed}))?;
     Ok(Exit::Done)
 }

@@ -53,7 +53,12 @@ pub struct Overfit {
     #[arg(long, value_name = "N", requires = "data")]
     row: Option<usize>,
     /// The prompt, when there is no dataset
-    #[arg(long, value_name = "TEXT", default_value = "Tell me a short story about a horse and a river.", conflicts_with = "data")]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "Tell me a short story about a horse and a river.",
+        conflicts_with = "data"
+    )]
     prompt: String,
     /// Tokens of the answer at most
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -93,8 +98,9 @@ pub fn run(args: &Overfit, screen: Screen) -> Result<Exit, Failure> {
     let run_dir = work.join("run");
     std::fs::create_dir_all(&run_dir).map_err(|e| Failure::file("make", &run_dir, &e))?;
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this step and measuring")
-        .map_err(|e| Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)"))?;
+    let signals = Signals::listen(&cancel, screen, "finishing this step and measuring").map_err(|e| {
+        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
+    })?;
     let what = Launch {
         setup: &setup,
         run_dir: run_dir.clone(),
@@ -125,20 +131,27 @@ pub fn run(args: &Overfit, screen: Screen) -> Result<Exit, Failure> {
     let mut decoder = decoder(&target, &drafter.config, &drafter.weights, max_tokens, &backend, screen)?;
     let settings = Settings { max_new_tokens: args.max_new_tokens, temperature: 0.0, seed: 0, prove: true };
     let mut text = String::new();
-    let report = evaluate(&mut decoder, std::slice::from_ref(&prompt), &stop, &settings, &Cancel::new(), &mut |_, _, completion| {
-        text = shown(completion, &tokenizer, screen).unwrap_or_default();
-    })?;
+    let report =
+        evaluate(&mut decoder, std::slice::from_ref(&prompt), &stop, &settings, &Cancel::new(), &mut |_, _, completion| {
+            text = shown(completion, &tokenizer, screen).unwrap_or_default();
+        })?;
     // The last pass is cut at the answer's end, and the prefill emits the first token.
     let possible = report.tokens as f64 / (report.tokens as f64 / drafter.config.block_size as f64).ceil().max(1.0);
     let reached = report.tau >= NEAR * possible;
     screen.say(&text)?;
     screen.say(eval::text(&report, screen))?;
     screen.say(format!("\ntau {:.2} of {possible:.2} possible after {} steps", report.tau, outcome.steps))?;
-    screen.json(&json!({"tau": report.tau, "possible": possible, "reached": reached, "steps": outcome.steps, "report": report}))?;
+    screen
+        .json(&json!({"tau": report.tau, "possible": possible, "reached": reached, "steps": outcome.steps, "report": report}))?;
     if reached {
         return Ok(Exit::Done);
     }
-    let what = format!("tau {:.2} after {} steps in {}, of {possible:.2} possible", report.tau, outcome.steps, seconds(report.elapsed_s));
+    let what = format!(
+        "tau {:.2} after {} steps in {}, of {possible:.2} possible",
+        report.tau,
+        outcome.steps,
+        seconds(report.elapsed_s)
+    );
     let todo = "raise --steps or optimizer.lr; if the loss does not fall, check chat template, layer ids and mask token";
     Err(Failure::new(Exit::Diverged, what, todo))
 }
@@ -195,7 +208,8 @@ fn answer(
     screen: Screen,
 ) -> Result<Vec<u32>, Failure> {
     let draft = draft_config(config, &target.config, config.drafter.mask_token_id.unwrap_or(0))?;
-    let zeros: Vec<(String, Vec<f32>)> = draft_sources(&draft).iter().map(|t| (t.name.clone(), vec![0.0; t.elements()])).collect();
+    let zeros: Vec<(String, Vec<f32>)> =
+        draft_sources(&draft).iter().map(|t| (t.name.clone(), vec![0.0; t.elements()])).collect();
     let mut decoder = decoder(target, &draft, &zeros, prompt.len() + args.max_new_tokens, backend, screen)?;
     let request = Request { prompt, max_new_tokens: args.max_new_tokens, temperature: 0.0, stop, seed: 0, number: 0 };
     let tokens = decoder.plain(&request)?.tokens();

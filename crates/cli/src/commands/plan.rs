@@ -3,10 +3,12 @@
 //! Refuses a run that does not fit the memory given, naming the keys that make it fit. Invariant: no GPU is needed to plan for GPUs, and no speed is
 //! printed that was neither measured nor given.
 
-use crate::estimate::{BatchFlops, DeviceMemory, Kind, Placement, Programs, available_memory, best_split, bottleneck, knobs, layout};
+use crate::estimate::{
+    BatchFlops, DeviceMemory, Kind, Placement, Programs, available_memory, best_split, bottleneck, knobs, layout,
+};
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, count, parse_bytes, seconds, si};
-use crate::launch::load_config;
+use crate::launch::{backend, load_config};
 use crate::progress::Progress;
 use crate::screen::Screen;
 use clap::Args;
@@ -92,7 +94,7 @@ pub fn run(args: &Plan, screen: Screen) -> Result<Exit, Failure> {
     let devices = programs.memory(&placement, sweep);
     let limit = args.memory.or_else(|| if kind == Kind::Cpu { available_memory() } else { None });
     let rate = match kind {
-        Kind::Cpu => Some(1e9 * gemm_rate(&setup)),
+        Kind::Cpu => Some(1e9 * gemm_rate(&setup)?),
         Kind::Gpu => args.tflops.map(|t| 1e12 * t),
     };
     let batches = setup.config.optimizer.global_batch as f64;
@@ -137,10 +139,12 @@ pub fn does_not_fit(setup: &Setup, kind: Kind, placement: &Placement, device: &D
 }
 
 /// GFLOP/s of this machine at the target's MLP shape.
-fn gemm_rate(setup: &Setup) -> f64 {
+fn gemm_rate(setup: &Setup) -> Result<f64, Failure> {
     let target = &setup.target.config;
     let rows = (setup.config.batch.token_budget as usize).min(1024);
-    drafthorse_cpu::measure_gflops(rows, target.intermediate.min(4096), target.hidden.min(4096), 3)
+    let (n, k) = (target.intermediate.min(4096), target.hidden.min(4096));
+    // On the pool that a run would have, so that pipeline.threads counts.
+    Ok(backend(&setup.config)?.pool().install(|| drafthorse_cpu::measure_gflops(rows, n, k, 3)))
 }
 
 fn text(r: &Report, setup: &Setup, kind: Kind, screen: Screen) -> String {
@@ -154,16 +158,24 @@ fn text(r: &Report, setup: &Setup, kind: Kind, screen: Screen) -> String {
         r.epochs
     ));
     out.push_str(&format!("{}\n", title("memory")));
-    for device in &r.devices {
+    // Devices that need the same are shown once.
+    for same in r.devices.chunk_by(|a, b| a.parts == b.parts) {
+        let device = &same[0];
+        let name = match same {
+            [_] => device.device.clone(),
+            [.., last] => format!("{} to {}, each", device.device, last.device.trim_start_matches("gpu ")),
+            [] => unreachable!("chunks are not empty"),
+        };
         let role = match kind {
             Kind::Cpu => String::new(),
             Kind::Gpu => {
                 let index: u32 = device.device.trim_start_matches("gpu ").parse().unwrap_or(0);
-                let roles = [(r.placement.targets.contains(&index), "target"), (r.placement.drafters.contains(&index), "drafter")];
+                let roles =
+                    [(r.placement.targets.contains(&index), "target"), (r.placement.drafters.contains(&index), "drafter")];
                 format!(" ({})", roles.iter().filter(|(is, _)| *is).map(|(_, n)| *n).collect::<Vec<_>>().join(" and "))
             }
         };
-        out.push_str(&format!("{}{role}  {}\n", device.device, bytes(device.total_bytes)));
+        out.push_str(&format!("{name}{role}  {}\n", bytes(device.total_bytes)));
         for part in &device.parts {
             out.push_str(&format!("  {:<20} {:>10}  {:>15}\n", part.name, bytes(part.size_bytes), count(part.size_bytes)));
         }

@@ -159,9 +159,9 @@ pub fn summary(card: &Card, screen: Screen) -> String {
 }
 
 fn split<'a>(flag: &str, pair: &'a str) -> Result<(&'a str, &'a str), Failure> {
-    pair.split_once('=')
-        .filter(|(a, b)| !a.is_empty() && !b.is_empty())
-        .ok_or_else(|| Failure::new(Exit::Usage, format!("{flag} {pair}: there is no `=` between two words"), format!("write {flag} a=b")))
+    pair.split_once('=').filter(|(a, b)| !a.is_empty() && !b.is_empty()).ok_or_else(|| {
+        Failure::new(Exit::Usage, format!("{flag} {pair}: there is no `=` between two words"), format!("write {flag} a=b"))
+    })
 }
 
 /// `k=v` with v as JSON, or as a string when it is none.

@@ -71,8 +71,9 @@ pub fn run(args: &Train, screen: Screen) -> Result<Exit, Failure> {
         return Ok(Exit::Done);
     }
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this step and saving")
-        .map_err(|e| Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)"))?;
+    let signals = Signals::listen(&cancel, screen, "finishing this step and saving").map_err(|e| {
+        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
+    })?;
     let run_id = format!("{stamp}-{}", std::process::id());
     let (total, dir, resumed_from) = (setup.total_steps, chosen.dir.clone(), chosen.step);
     let what = Launch { setup: &setup, run_dir: chosen.dir, resume: chosen.resume, resumed_from, run_id };
@@ -87,14 +88,22 @@ fn finish(outcome: &Outcome, config: &RunConfig, dir: &std::path::Path, screen: 
     }
     if let Some(reason) = &outcome.stopped {
         let saved = outcome.checkpoint.as_ref().map_or_else(|| "no checkpoint".into(), |p| p.display().to_string());
-        screen.note(format!("stopped after step {} ({reason}); saved {saved}\n  go on with --resume {}", outcome.steps, dir.display()));
+        screen.note(format!(
+            "stopped after step {} ({reason}); saved {saved}\n  go on with --resume {}",
+            outcome.steps,
+            dir.display()
+        ));
         return Ok(Exit::Stopped);
     }
     screen.say(format!("done       {} steps", count(outcome.steps)))?;
     for export in &outcome.exports {
         screen.say(format!("export     {}", export.display()))?;
     }
-    screen.say(format!("next: drafthorse eval {} --target {} --prompts prompts.jsonl", dir.display(), config.target.display()))?;
+    screen.say(format!(
+        "next: drafthorse eval {} --target {} --prompts prompts.jsonl",
+        dir.display(),
+        config.target.display()
+    ))?;
     Ok(Exit::Done)
 }
 
@@ -131,7 +140,11 @@ fn banner(setup: &Setup, dir: &std::path::Path, resumed: Option<u64>, screen: Sc
     screen.say(StartTable::compute(&setup.builder, SAMPLED_BATCHES)?)?;
     screen.say(format!("run        {}", dir.display()))?;
     screen.say(match resumed {
-        Some(step) => format!("steps      {} of {} left: resumed after step {step}", setup.total_steps.saturating_sub(step), setup.total_steps),
+        Some(step) => format!(
+            "steps      {} of {} left: resumed after step {step}",
+            setup.total_steps.saturating_sub(step),
+            setup.total_steps
+        ),
         None => format!("steps      {}", count(setup.total_steps)),
     })?;
     setup.notices.iter().for_each(|n| screen.note(format!("note: {n}")));
@@ -182,7 +195,10 @@ fn follow(events: &Subscription, total: u64, screen: Screen) {
             Event::Gate(g) => progress.line(&format!("ready after {}", seconds(g.startup_ms as f64 / 1000.0))),
             Event::HeldOut(h) => {
                 let variant = h.variant.as_deref().map(|v| format!("{v} ")).unwrap_or_default();
-                progress.line(&format!("{variant}held out after step {}: loss {:.4}, expected acceptance {:.3}", h.step, h.loss, h.expected_acceptance));
+                progress.line(&format!(
+                    "{variant}held out after step {}: loss {:.4}, expected acceptance {:.3}",
+                    h.step, h.loss, h.expected_acceptance
+                ));
             }
             Event::Checkpoint(c) => {
                 progress.line(&format!("checkpoint {} ({}, {})", c.path, bytes(c.size_bytes), seconds(c.elapsed_s)));

@@ -18,7 +18,14 @@ pub struct Version {}
 
 /// Runs the command.
 pub fn run(_args: &Version, screen: Screen) -> Result<Exit, Failure> {
-    screen.say(format!("drafthorse {}\nbuild      {}\nplatform   {} ({})\nbackends   {}", BUILD.version, BUILD.build_id, BUILD.target, BUILD.profile, BUILD.backends.join(", ")))?;
+    screen.say(format!(
+        "drafthorse {}\nbuild      {}\nplatform   {} ({})\nbackends   {}",
+        BUILD.version,
+        BUILD.build_id,
+        BUILD.target,
+        BUILD.profile,
+        BUILD.backends.join(", ")
+    ))?;
     screen.json(&BUILD)?;
     Ok(Exit::Done)
 }
