@@ -55,9 +55,12 @@ class Driver:
         if key not in self.functions:
             f = ctypes.c_void_p()
             self.call("cuModuleGetFunction", ctypes.byref(f), self.functions[tag, file + tag], symbol.encode())
+            self.functions[key] = f, -1
+        f, allowed = self.functions[key]
+        if dynamic > allowed:  # one symbol is launched with several sizes (blocks of up to 16 and up to 32 slots)
             self.call("cuFuncSetAttribute", f, 8, dynamic)
-            self.functions[key] = f
-        return self.functions[key]
+            self.functions[key] = f, dynamic
+        return f
 
     def launch(self, file, symbol, grid, threads, dynamic, args, tag=""):
         f = self.function(file, symbol, dynamic, tag)
@@ -69,7 +72,9 @@ class Driver:
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         gx, gy = grid if isinstance(grid, tuple) else (grid, 1)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self.call("cuLaunchKernel", f, gx, gy, 1, threads, 1, 1, dynamic, stream, pointers, None)
+        r = self.cu.cuLaunchKernel(f, gx, gy, 1, threads, 1, 1, dynamic, stream, pointers, None)
+        if r:
+            sys.exit(f"{symbol}: driver error {r} at grid ({gx}, {gy}), {threads} threads, {dynamic} bytes of shared memory")
 
     def tensor_map(self, t, heads, d, box_heads, box_rows):
         """[rows, heads*d] bf16 as {d, heads, rows}, box {64, box_heads, box_rows}, 128-byte swizzle, zero fill."""
