@@ -136,6 +136,8 @@ pub struct DrafterSection {
     /// Decay of the slot weights; known for block sizes 16, 10 and 8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gamma: Option<f64>,
+    /// Standard deviation of the initial linears; 0.02 fits hidden sizes of 500 and more, narrow targets want about 1/√hidden.
+    pub init_std: f32,
     /// An exported drafter to start from instead of random weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_from: Option<PathBuf>,
@@ -272,6 +274,7 @@ impl Default for DrafterSection {
             sliding_layers: None,
             mask_token_id: None,
             gamma: None,
+            init_std: 0.02,
             init_from: None,
         }
     }
@@ -454,6 +457,9 @@ impl RunConfig {
         }
         if !(o.lr.is_finite() && o.lr > 0.0) {
             return Err(value("optimizer.lr", format!("{} is no learning rate", o.lr), "6e-4 is usual"));
+        }
+        if !(self.drafter.init_std.is_finite() && self.drafter.init_std > 0.0) {
+            return Err(value("drafter.init_std", format!("{} is no deviation", self.drafter.init_std), "0.02 is usual"));
         }
         if !(0.0..=1.0).contains(&o.warmup) {
             return Err(value("optimizer.warmup", format!("{} is no share of the run", o.warmup), "0.04 is usual"));

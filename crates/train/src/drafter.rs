@@ -116,18 +116,18 @@ impl<E: Executor> Drafter<E> {
         &self.program
     }
 
-    /// Fills the weights with N(0, 0.02) (norms with 1), keyed by seed and tensor, the same on every device.
+    /// Fills the linears with N(0, `std`) and the norms with 1, keyed by seed and tensor, the same on every device.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn initialise(&mut self, seed: u64) -> Result<(), ExecError> {
+    pub fn initialise(&mut self, seed: u64, std: f32) -> Result<(), ExecError> {
         for (i, (name, t)) in self.program.weights.clone().into_iter().enumerate() {
             let len = self.program.program.get(t).len();
             let values: Vec<f32> = if name.ends_with("norm") {
                 vec![1.0; len]
             } else {
                 let rng = CounterRng::new(seed, Stream::Weights, i as u32, 0);
-                (0..len as u64).map(|j| 0.02 * rng.normal_at(j)).collect()
+                (0..len as u64).map(|j| std * rng.normal_at(j)).collect()
             };
             self.load_weight(t, &values)?;
         }

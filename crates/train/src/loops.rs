@@ -240,7 +240,7 @@ pub fn drafter_loop<B: Backend>(
                 drafter.load_weight(t, &values)?;
             }
         }
-        (None, None) => drafter.initialise(variant.config.seed)?,
+        (None, None) => drafter.initialise(variant.config.seed, variant.config.drafter.init_std)?,
     }
     entrant.report(Phase::WarmUp, 0.0, "capture")?;
     drafter.exec().prepare()?;

@@ -1,0 +1,191 @@
+//! Whole runs on the demo's target and chats: determinism, replicas against one drafter, resume, sweep, stop, divergence.
+//!
+//! Each run is a few steps of a one-layer drafter, so that the file takes seconds.
+#![cfg(not(shuttle))]
+
+use drafthorse_data::prepare::{PrepareOptions, prepare};
+use drafthorse_data::tokenize::ChatTokenizer;
+use drafthorse_telemetry::{Event, Recorder};
+use drafthorse_train::checkpoint::{self, Loaded};
+use drafthorse_train::config::RunConfig;
+use drafthorse_train::frozen::CpuBackend;
+use drafthorse_train::pipeline::cancel::Cancel;
+use drafthorse_train::run::{Options, Outcome, RunFailure, train};
+use drafthorse_train::setup::{Setup, today};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+use tempfile::TempDir;
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo")
+}
+
+/// The demo's chats as a dataset, prepared once for this file.
+fn data() -> &'static Path {
+    static DATA: OnceLock<TempDir> = OnceLock::new();
+    DATA.get_or_init(|| {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let target = demo().join("target");
+        let tokenizer = ChatTokenizer::load(&target, "demo", &serde_json::Map::new(), today()).expect("the demo's tokenizer");
+        let chats = dir.path().join("chats.jsonl");
+        let all = std::fs::read_to_string(demo().join("completions.jsonl")).expect("the demo's completions");
+        let some: String = all.lines().take(160).map(|l| format!("{l}\n")).collect();
+        std::fs::write(&chats, some).unwrap();
+        prepare(&tokenizer, &PrepareOptions::new(vec![chats], dir.path().join("data")), &|_| {}).expect("the chats prepare");
+        dir
+    })
+    .path()
+}
+
+fn config(overrides: &[&str]) -> RunConfig {
+    let text = format!(
+        "target = {:?}\ndata = {:?}\nseed = 11\n[drafter]\nlayers = 1\n[batch]\ntoken_budget = 512\nmicro_blocks = 24\nanchors = 8\n\
+         [optimizer]\nlr = 2e-3\nsteps = 6\nglobal_batch = 2\n[eval]\nevery = 3\nheld_out = {{ rows = 6 }}\n[checkpoint]\nevery = 2\nkeep_last = 9\n",
+        demo().join("target"),
+        data().join("data")
+    );
+    let overrides: Vec<String> = overrides.iter().map(|s| (*s).to_owned()).collect();
+    RunConfig::parse(&text, "test", &overrides).expect("the test's config")
+}
+
+struct Ran {
+    dir: TempDir,
+    outcome: Result<Outcome, RunFailure>,
+    events: Vec<Event>,
+}
+
+fn run(config: RunConfig, resume: Vec<PathBuf>, before: impl FnOnce(&Cancel)) -> Ran {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = Setup::open(config, &|_, _| {}).expect("setup");
+    let backend = CpuBackend::new(Some(2)).unwrap();
+    let (recorder, events) = Recorder::channel(100_000);
+    let cancel = Cancel::new();
+    before(&cancel);
+    let options = Options {
+        run_dir: dir.path().into(),
+        resume,
+        build_id: "test".into(),
+        command_line: vec!["test".into()],
+        grace: Duration::from_secs(5),
+    };
+    let outcome = train(&setup, &backend, &options, &recorder, &cancel);
+    drop(recorder);
+    Ran { dir, outcome, events: events.try_iter().map(|s| s.event).collect() }
+}
+
+impl Ran {
+    fn ok(&self) -> &Outcome {
+        self.outcome.as_ref().unwrap_or_else(|e| panic!("the run failed: {e}"))
+    }
+
+    fn losses(&self) -> Vec<f64> {
+        self.events.iter().filter_map(|e| if let Event::Step(s) = e { Some(s.loss) } else { None }).collect()
+    }
+
+    fn final_state(&self) -> Loaded {
+        Loaded::open(&checkpoint::newest(self.dir.path()).expect("a checkpoint")).unwrap()
+    }
+}
+
+fn tensors(of: &Loaded) -> Vec<(String, Vec<u8>)> {
+    let bytes = std::fs::read(of.path.join("state.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut all: Vec<(String, Vec<u8>)> = file.tensors().into_iter().map(|(n, t)| (n, t.data().to_vec())).collect();
+    all.sort();
+    all
+}
+
+fn largest_difference(a: &Loaded, b: &Loaded) -> f32 {
+    let floats = |b: &[u8]| b.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect::<Vec<_>>();
+    tensors(a)
+        .iter()
+        .zip(&tensors(b))
+        .filter(|((name, _), _)| !name.ends_with(".m") && !name.ends_with(".v"))
+        .flat_map(|((_, x), (_, y))| floats(x).into_iter().zip(floats(y)).map(|(x, y)| (x - y).abs()))
+        .fold(0.0, f32::max)
+}
+
+#[test]
+fn two_runs_of_one_seed_are_equal_bit_for_bit_and_the_loss_falls() {
+    let (a, b) = (run(config(&[]), vec![], |_| {}), run(config(&["pipeline.targets=[0, 1]", "pipeline.threads=1"]), vec![], |_| {}));
+    assert_eq!(a.ok().steps, 6);
+    assert_eq!(tensors(&a.final_state()), tensors(&b.final_state()), "a second target and another thread count change no bit");
+    let losses = a.losses();
+    assert_eq!(losses.len(), 6);
+    assert!(losses[5] < losses[0] - 0.05, "{losses:?}");
+    let held_out: Vec<u64> = a.events.iter().filter_map(|e| if let Event::HeldOut(h) = e { Some(h.step) } else { None }).collect();
+    assert_eq!(held_out, [0, 3, 6]);
+    assert!(a.ok().exports[0].join("model.safetensors").is_file());
+}
+
+#[test]
+fn one_and_two_drafters_give_the_same_weights_to_rounding() {
+    let one = run(config(&[]), vec![], |_| {});
+    let two = run(config(&["pipeline.drafters=[0, 1]"]), vec![], |_| {});
+    two.ok();
+    let difference = largest_difference(&one.final_state(), &two.final_state());
+    // Adam turns a gradient below rounding noise into a step of up to lr; six steps of at most 2e-3 bound what rounding may do to such an entry.
+    assert!(difference < 2e-3, "{difference}");
+    for (a, b) in one.losses().iter().zip(two.losses()) {
+        assert!((a - b).abs() < 2e-5 * a.abs(), "{a} {b}");
+    }
+    let other_data = run(config(&["seed=12"]), vec![], |_| {});
+    assert!(largest_difference(&one.final_state(), &other_data.final_state()) > 1e-2, "the comparison can fail");
+}
+
+#[test]
+fn a_resumed_run_ends_with_the_same_bits_whatever_the_number_of_targets() {
+    let whole = run(config(&[]), vec![], |_| {});
+    for step in [2u64, 4] {
+        let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(step));
+        let rest = run(config(&["pipeline.targets=[0, 1]"]), vec![from], |_| {});
+        assert_eq!(rest.ok().steps, 6);
+        assert_eq!(rest.losses().len() as u64, 6 - step);
+        assert_eq!(tensors(&whole.final_state()), tensors(&rest.final_state()), "resumed after step {step}");
+    }
+    let other = run(config(&["seed=12"]), vec![whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2))], |_| {});
+    assert!(other.outcome.unwrap_err().to_string().contains("seed 11"), "another seed is another run");
+}
+
+#[test]
+fn a_stop_request_saves_and_the_rest_resumes_to_the_same_bits() {
+    let whole = run(config(&[]), vec![], |_| {});
+    let stopped = run(config(&["checkpoint.every=0"]), vec![], |cancel| {
+        cancel.request_stop("SIGTERM");
+    });
+    assert_eq!(stopped.ok().stopped.as_deref(), Some("SIGTERM"));
+    assert_eq!(stopped.ok().steps, 1);
+    assert!(stopped.ok().exports.is_empty());
+    let from = stopped.ok().checkpoint.clone().expect("a stop saves");
+    let rest = run(config(&[]), vec![from], |_| {});
+    assert_eq!(tensors(&whole.final_state()), tensors(&rest.final_state()));
+}
+
+#[test]
+fn a_sweep_trains_each_variant_as_if_it_were_alone() {
+    let text = config(&["pipeline.drafters=[0, 1]"]).to_toml()
+        + "\n[[sweep]]\nname = \"deep\"\ndrafter = { layers = 2, target_layer_ids = [1, 3] }\n[[sweep]]\nname = \"plain\"\n";
+    let both = run(RunConfig::parse(&text, "sweep", &[]).unwrap(), vec![], |_| {});
+    both.ok();
+    let deep = run(config(&["drafter.layers=2", "drafter.target_layer_ids=[1, 3]"]), vec![], |_| {});
+    let plain = run(config(&[]), vec![], |_| {});
+    for (name, alone) in [("deep", &deep), ("plain", &plain)] {
+        let swept = Loaded::open(&checkpoint::newest(&both.dir.path().join(name)).unwrap()).unwrap();
+        assert_eq!(tensors(&swept), tensors(&alone.final_state()), "variant {name}");
+    }
+}
+
+#[test]
+fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
+    let ran = run(config(&["optimizer.lr=1e30", "optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]), vec![], |_| {});
+    assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
+    let skipped = ran.events.iter().filter(|e| matches!(e, Event::Step(s) if s.skipped)).count();
+    assert!(skipped >= 2, "{skipped} skipped steps were recorded");
+    for (_, path) in checkpoint::list(&ran.dir.path().join("checkpoints")) {
+        let loaded = Loaded::open(&path).unwrap();
+        for (name, bytes) in tensors(&loaded) {
+            assert!(bytes.chunks_exact(4).all(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]).is_finite()), "{name} of {path:?}");
+        }
+    }
+}
