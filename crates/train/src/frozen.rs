@@ -62,9 +62,10 @@ impl TargetFiles {
         Ok(TargetFiles { folder: folder.to_path_buf(), config, checkpoint, sources, notices })
     }
 
-    /// All parameters.
+    /// All parameters; a tied head is the embedding and counts once.
     pub fn parameters(&self) -> u64 {
-        self.sources.iter().map(|s| s.elements() as u64).sum()
+        let tied = self.config.tie_embeddings;
+        self.sources.iter().filter(|s| !(tied && s.name == "head")).map(|s| s.elements() as u64).sum()
     }
 }
 
