@@ -2,6 +2,7 @@
 //!
 //! Refuses shared logic: what two commands need has its own file beside this one. Invariant: a command returns its exit code and never exits.
 
+pub mod bench;
 pub mod demo;
 pub mod eval;
 pub mod export;

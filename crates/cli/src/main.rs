@@ -55,6 +55,7 @@ enum Command {
     Generate(commands::generate::Generate),
     Overfit(commands::overfit::Overfit),
     Export(commands::export::Export),
+    Bench(commands::bench::Bench),
     Version(commands::version::Version),
 }
 
@@ -93,6 +94,7 @@ fn run() -> Exit {
         Command::Generate(args) => commands::generate::run(args, screen),
         Command::Overfit(args) => commands::overfit::run(args, screen),
         Command::Export(args) => commands::export::run(args, screen),
+        Command::Bench(args) => commands::bench::run(args, screen),
         Command::Version(args) => commands::version::run(args, screen),
     };
     ended.unwrap_or_else(|failure| report(&failure, screen))

@@ -19,7 +19,14 @@ fn prepared(dir: &Path) -> PathBuf {
         std::fs::read_to_string(demo.join("completions.jsonl")).unwrap().lines().take(120).map(|l| format!("{l}\n")).collect();
     std::fs::write(dir.join("chats.jsonl"), chats).unwrap();
     let target = demo.join("target");
-    let status = binary().arg("prepare").arg(dir.join("chats.jsonl")).arg("--target").arg(&target).arg("-o").arg(dir.join("data")).status();
+    let status = binary()
+        .arg("prepare")
+        .arg(dir.join("chats.jsonl"))
+        .arg("--target")
+        .arg(&target)
+        .arg("-o")
+        .arg(dir.join("data"))
+        .status();
     assert!(status.unwrap().success());
     let config = dir.join("run.toml");
     let text = format!(
@@ -41,7 +48,13 @@ fn finish(child: Child) {
 }
 
 fn files(run: &Path) -> BTreeMap<String, Vec<u8>> {
-    let newest = std::fs::read_dir(run.join("checkpoints")).unwrap().flatten().map(|e| e.path()).filter(|p| p.join("meta.json").exists()).max().unwrap();
+    let newest = std::fs::read_dir(run.join("checkpoints"))
+        .unwrap()
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.join("meta.json").exists())
+        .max()
+        .unwrap();
     assert!(newest.ends_with("step-00000040"), "{newest:?}");
     let file = std::fs::read(newest.join("state.safetensors")).unwrap();
     let export = std::fs::read(run.join("export/model.safetensors")).unwrap();
@@ -76,7 +89,13 @@ fn a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not() {
         child.wait().unwrap();
         killed += 1;
         let checkpoints = dir.path().join(&name).join("checkpoints");
-        saving += u64::from(std::fs::read_dir(checkpoints).into_iter().flatten().flatten().any(|e| e.file_name().to_string_lossy().starts_with('.')));
+        saving += u64::from(
+            std::fs::read_dir(checkpoints)
+                .into_iter()
+                .flatten()
+                .flatten()
+                .any(|e| e.file_name().to_string_lossy().starts_with('.')),
+        );
     }
     println!("{killed} kills, {saving} of them inside a save");
     let want = files(&dir.path().join("whole"));

@@ -1,0 +1,233 @@
+//! `drafthorse bench`: how fast a drafter step is on this machine, beside what its matrix products alone allow.
+//!
+//! Refuses made-up shapes: target, data and drafter are a run config's. Invariants: useful FLOPs count what the mathematics needs (no recompute, no padding,
+//! the head only for supervised rows); the ceiling is measured in the same run, as the FLOP-weighted harmonic mean over the step's own products.
+
+use crate::exit::{Exit, Failure};
+use crate::format::{bytes, seconds};
+use crate::launch::{backend, load_config};
+use crate::progress::Progress;
+use crate::screen::Screen;
+use clap::{Args, Subcommand};
+use drafthorse_cpu::measure_gflops;
+use drafthorse_data::batch::Batch;
+use drafthorse_graph::op::{Heads, Op};
+use drafthorse_graph::{Executor, Plan, Program, Storage};
+use drafthorse_train::capture::{capture, capture_program};
+use drafthorse_train::drafter::{Drafter, drafter_program};
+use drafthorse_train::frozen::{Backend, FrozenSource};
+use drafthorse_train::setup::{Setup, adam_config};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Measure speed on this machine
+///
+/// Times real batches of a run config and says what share of the matrix products' own rate the whole step reaches.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  drafthorse bench step run.toml
+  drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json")]
+pub struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// One target forward and one drafter step (forward, backward, clip, AdamW) over real batches
+    Step(Step),
+}
+
+/// One target forward and one drafter step over real batches
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  drafthorse bench step run.toml
+  drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json")]
+struct Step {
+    /// Run config
+    config: PathBuf,
+    /// Overrides, e.g. drafter.layers=3
+    #[arg(value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Timed repeats after one that warms up
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+}
+
+/// What was measured.
+#[derive(Debug, Serialize)]
+struct Report {
+    tokens: usize,
+    blocks: usize,
+    supervised_rows: usize,
+    target_forward_s: f64,
+    drafter_step_s: f64,
+    useful_gflop: f64,
+    useful_gflop_per_s: f64,
+    gemm_ceiling_gflop_per_s: f64,
+    share_of_ceiling: f64,
+    planned_bytes: u64,
+    held_bytes: u64,
+    peak_resident_bytes: Option<u64>,
+}
+
+/// Runs the command.
+pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
+    let What::Step(args) = &args.what;
+    let config = load_config(&args.config, &args.overrides)?;
+    let backend = backend(&config)?;
+    let setup = Setup::open(config, &|_, _| {})?;
+    let b = &setup.config.batch;
+    let target = capture_program(backend.act(), &setup.target.config, b.token_budget as usize, b.max_rows, &setup.captured);
+    let variant = &setup.variants[0];
+    let adam = adam_config(&variant.config);
+    let draft = drafter_program(backend.act(), &setup.target.config, &variant.draft, &setup.captured, setup.train_shape(), adam);
+    let source = FrozenSource { target: &setup.target, draft: Some(&variant.draft) };
+    let mut capturing = backend.executor(0, Arc::clone(&target.program), &source, &mut |_, _| {})?;
+    let exec = backend.executor(0, Arc::clone(&draft.program), &source, &mut |_, _| {})?;
+    let (program, held) = (Arc::clone(&draft.program), exec.held_bytes());
+    let planned = Plan::new(&program, Storage::Wide).total_bytes() as u64;
+    let mut slot = exec.new_slot()?;
+    let mut drafter = Drafter::new(exec, draft);
+    drafter.initialise(setup.config.seed, setup.config.drafter.init_std)?;
+    let batch = Arc::new(setup.builder.build(0)?);
+    let progress = Progress::new(screen, "bench");
+    let (mut forward_s, mut step_s) = (Vec::new(), Vec::new());
+    for repeat in 0..=args.repeats {
+        let begun = Instant::now();
+        capture(&mut capturing, &target.pass, &batch, &mut slot)?;
+        let captured = begun.elapsed().as_secs_f64();
+        drafter.begin_step()?;
+        drafter.train_batch(&batch, &slot)?;
+        drafter.optimize(setup.config.optimizer.lr)?;
+        drafter.tally()?;
+        if repeat > 0 {
+            forward_s.push(captured);
+            step_s.push(begun.elapsed().as_secs_f64() - captured);
+        }
+        progress.update(u64::from(repeat) + 1, u64::from(args.repeats) + 1, || seconds(begun.elapsed().as_secs_f64()));
+    }
+    let (useful, products) = work(&program, &batch);
+    let ceiling = backend.pool().install(|| ceiling(&products));
+    drop(progress);
+    let step_s = median(step_s);
+    let rate = useful / step_s / 1e9;
+    let report = Report {
+        tokens: batch.n_tokens,
+        blocks: batch.n_blocks,
+        supervised_rows: batch.micros.iter().map(|m| m.n_rows).sum(),
+        target_forward_s: median(forward_s),
+        drafter_step_s: step_s,
+        useful_gflop: useful / 1e9,
+        useful_gflop_per_s: rate,
+        gemm_ceiling_gflop_per_s: ceiling,
+        share_of_ceiling: rate / ceiling,
+        planned_bytes: planned,
+        held_bytes: held,
+        peak_resident_bytes: peak_resident_bytes(),
+    };
+    screen.say(format!(
+        "batch      {} tokens, {} blocks, {} supervised rows\ntarget     {} a forward\ndrafter    {} a step, {:.1} GFLOP/s useful\nceiling    {:.1} GFLOP/s: the step's own matrix products alone; share {:.1} %\nmemory     {} planned for the drafter, {} held; {} resident at most, target and files included",
+        report.tokens,
+        report.blocks,
+        report.supervised_rows,
+        seconds(report.target_forward_s),
+        seconds(report.drafter_step_s),
+        report.useful_gflop_per_s,
+        report.gemm_ceiling_gflop_per_s,
+        100.0 * report.share_of_ceiling,
+        bytes(report.planned_bytes),
+        bytes(report.held_bytes),
+        report.peak_resident_bytes.map_or_else(|| "unknown".to_owned(), bytes),
+    ))?;
+    screen.json(&report)?;
+    Ok(Exit::Done)
+}
+
+/// (m, n, k) → FLOPs spent in products of that shape.
+type Products = BTreeMap<(usize, usize, usize), f64>;
+
+/// Useful FLOPs of one step over `batch`, and the shapes of its matrix products.
+fn work(program: &Program, batch: &Batch) -> (f64, Products) {
+    let (mut useful, mut products) = (0.0, Products::new());
+    for (_, phase) in program.phases() {
+        // Phase → (times it runs, share of its rows that are real).
+        let runs: Vec<(f64, Option<usize>)> = match phase.name.as_str() {
+            "draft.micro" => batch.micros.iter().enumerate().map(|(i, m)| (m.n_blocks as f64, Some(i))).collect(),
+            "draft.context" | "draft.context_backward" => vec![(batch.n_tokens as f64, None)],
+            _ => continue,
+        };
+        for (real, micro) in runs {
+            for node in phase.nodes.iter().filter(|n| !n.recomputed) {
+                let flops = node.op.work(program).flops as f64;
+                let share = |rows: usize| real / rows as f64;
+                useful += match &node.op {
+                    Op::HeadLoss(op) => {
+                        let m = &batch.micros[micro.expect("the head is in the micro-batch phase")];
+                        flops * m.n_rows as f64 / program.get(op.x).rows() as f64
+                    }
+                    Op::BlockAttention(op) => attention(batch, micro, op.heads, op.blocks.size, op.window),
+                    Op::BlockAttentionBwd(op) => {
+                        2.5 * attention(batch, micro, op.forward.heads, op.forward.blocks.size, op.forward.window)
+                    }
+                    _ => match micro {
+                        Some(_) => flops * share(blocks_of(program)),
+                        None => flops * share(batch.tokens.len()),
+                    },
+                };
+                for (shape, times) in gemms(program, &node.op) {
+                    *products.entry(shape).or_default() += times * 2.0 * (shape.0 * shape.1 * shape.2) as f64;
+                }
+            }
+        }
+    }
+    (useful, products)
+}
+
+fn blocks_of(program: &Program) -> usize {
+    program.find("draft.micro.anchor").map_or(1, |t| program.get(t).len())
+}
+
+/// FLOPs of the scores and values that the micro-batch's blocks see.
+fn attention(batch: &Batch, micro: Option<usize>, heads: Heads, size: usize, window: Option<usize>) -> f64 {
+    let m = &batch.micros[micro.expect("attention is in the micro-batch phase")];
+    let seen: usize = m.anchor[..m.n_blocks].iter().map(|&a| window.map_or(a as usize, |w| w.min(a as usize)) + size).sum();
+    4.0 * (seen * size * heads.q_cols()) as f64
+}
+
+/// The matrix products of an op, with how often each runs.
+fn gemms(program: &Program, op: &Op) -> Vec<((usize, usize, usize), f64)> {
+    match op {
+        Op::Linear(op) => vec![((program.get(op.x).rows(), op.rows.len(), program.get(op.x).cols()), 1.0)],
+        Op::LinearDx(op) => vec![((program.get(op.dy).rows(), program.get(op.dx).cols(), op.rows.len()), 1.0)],
+        Op::LinearDw(op) => vec![((op.rows.len(), program.get(op.x).cols(), program.get(op.dy).rows()), 1.0)],
+        Op::HeadLoss(op) => {
+            let (x, vocab) = (program.get(op.x), program.get(op.head).rows());
+            let chunks = x.rows() as f64 / op.chunk as f64;
+            vec![((op.chunk, vocab, x.cols()), chunks), ((op.chunk, x.cols(), vocab), chunks)]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// FLOP-weighted harmonic mean of the measured rates, GFLOP/s.
+fn ceiling(products: &Products) -> f64 {
+    let total: f64 = products.values().sum();
+    let time: f64 = products.iter().map(|(&(m, n, k), flops)| flops / measure_gflops(m, n, k, 3)).sum();
+    total / time
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The high-water mark of this process, from the kernel.
+fn peak_resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|l| l.starts_with("VmHWM:"))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
