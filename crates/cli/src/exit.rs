@@ -322,14 +322,28 @@ impl Classified for RunFailure {
     }
 }
 
-/// A cause carries its worker's error as text only.
+/// The worker's own error decides where it is known.
 fn exit_of_cause(cause: &Cause) -> Exit {
-    match cause.kind {
-        Kind::Stopped => Exit::Stopped,
-        Kind::Stalled => Exit::Stalled,
-        Kind::Failed if cause.error.starts_with("panicked") => Exit::Bug,
-        Kind::Failed => Exit::Device,
+    match (cause.kind, &cause.source) {
+        (Kind::Stopped, _) => Exit::Stopped,
+        (Kind::Stalled, _) => Exit::Stalled,
+        (Kind::Failed, _) if cause.error.starts_with("panicked") => Exit::Bug,
+        (Kind::Failed, Some(source)) => exit_of_worker(&**source).unwrap_or(Exit::Device),
+        (Kind::Failed, None) => Exit::Device,
     }
+}
+
+/// The code of an error that a worker can end with.
+fn exit_of_worker(error: &(dyn Error + Send + Sync + 'static)) -> Option<Exit> {
+    fn of<E: Classified + Error + 'static>(error: &(dyn Error + Send + Sync + 'static)) -> Option<Exit> {
+        error.downcast_ref::<E>().map(Classified::exit)
+    }
+    of::<CheckpointError>(error)
+        .or_else(|| of::<DataError>(error))
+        .or_else(|| of::<StateError>(error))
+        .or_else(|| of::<FrozenError>(error))
+        .or_else(|| of::<ExportError>(error))
+        .or_else(|| of::<ExecError>(error))
 }
 
 #[cfg(test)]

@@ -151,8 +151,8 @@ impl BatchBuilder {
     /// # Errors
     /// When the shape cannot work, γ is required, or the dataset has ids without an embedding row.
     pub fn new(dataset: Arc<Dataset>, schedule: Arc<Schedule>, shape: BlockShape) -> Result<Self> {
-        let positive = [("drafter.block_size", shape.block, 2), ("train.micro_blocks", shape.micro_blocks, 1)];
-        for (key, value, least) in positive.into_iter().chain([("data.max_blocks", shape.max_blocks, 1)]) {
+        let positive = [("drafter.block_size", shape.block, 2), ("batch.micro_blocks", shape.micro_blocks, 1)];
+        for (key, value, least) in positive.into_iter().chain([("batch.max_blocks", shape.max_blocks, 1)]) {
             if value < least {
                 return Err(DataError::Config {
                     key,
@@ -205,9 +205,9 @@ impl BatchBuilder {
     pub fn build_held_out(&self, j: u64) -> Result<Batch> {
         let list = self.schedule.held_out();
         let group = list.get(j as usize).ok_or_else(|| DataError::Config {
-            key: "data.held_out",
+            key: "eval.held_out",
             what: format!("there is no held-out batch {j}; there are {}", list.len()),
-            todo: "hold out rows, e.g. data.held_out = 0.01".into(),
+            todo: "hold out rows, e.g. eval.held_out = { share = 0.01 }".into(),
         })?;
         self.assemble(group, j, HELD_OUT_EPOCH, true)
     }

@@ -40,7 +40,7 @@ impl Buckets {
     pub fn from_edges(edges: &[u32]) -> Result<Self> {
         if edges.len() < 2 || edges.windows(2).any(|w| w[0] >= w[1]) {
             return Err(DataError::Config {
-                key: "data.bucket_edges",
+                key: "batch.bucket_edges",
                 what: format!("{edges:?} is not an ascending list of at least two lengths"),
                 todo: "write e.g. [0, 770, 1216, 1728, 2432, 3296, 8193], or leave the key out".into(),
             });

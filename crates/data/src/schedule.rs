@@ -112,9 +112,9 @@ impl Schedule {
     pub fn new(index: &Index, config: ScheduleConfig) -> Result<Self> {
         if config.budget == 0 || config.max_rows == 0 {
             return Err(DataError::Config {
-                key: "data.budget",
+                key: "batch.token_budget",
                 what: "a batch must have room for a token and a row".into(),
-                todo: "set data.budget and data.max_rows to at least 1".into(),
+                todo: "set batch.token_budget and batch.max_rows to at least 1".into(),
             });
         }
         let mut lengths = index.lengths.clone();
@@ -127,14 +127,14 @@ impl Schedule {
         if let Some(row) = lengths.iter().position(|&l| l > config.budget) {
             let n = lengths.iter().filter(|&&l| l > config.budget).count();
             return Err(DataError::Config {
-                key: "data.budget",
+                key: "batch.token_budget",
                 what: format!(
                     "row {row} has {} tokens, the budget is {} ({n} such {})",
                     lengths[row],
                     config.budget,
                     if n == 1 { "row" } else { "rows" }
                 ),
-                todo: "raise the budget, prepare with a smaller --max-len, or set data.cut_long = true".into(),
+                todo: "raise the budget, prepare with a smaller --max-length, or set batch.cut_long = true".into(),
             });
         }
         let mut eligible: Vec<u32> = (0..lengths.len() as u32).filter(|&s| index.candidates[s as usize] > 0).collect();
@@ -151,7 +151,7 @@ impl Schedule {
             HeldOut::Share(share) if (0.0..1.0).contains(&share) => (share * eligible.len() as f64).ceil() as usize,
             HeldOut::Share(share) => {
                 return Err(DataError::Config {
-                    key: "data.held_out",
+                    key: "eval.held_out",
                     what: format!("{share} is not a share below 1"),
                     todo: "write a number of rows, or a share such as 0.01".into(),
                 });
@@ -159,7 +159,7 @@ impl Schedule {
         };
         if n_held >= eligible.len() {
             return Err(DataError::Config {
-                key: "data.held_out",
+                key: "eval.held_out",
                 what: format!("{n_held} rows held out of {} leave nothing to train on", eligible.len()),
                 todo: "hold out fewer rows".into(),
             });

@@ -31,7 +31,7 @@ pub struct TargetFiles {
 pub enum FrozenError {
     /// config.json is not what this program computes.
     #[error(transparent)]
-    Config(#[from] drafthorse_models::config_fields::ConfigError),
+    Config(Box<drafthorse_models::config_fields::ConfigError>),
     /// The weights are not what the config says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -46,6 +46,12 @@ pub enum FrozenError {
         /// How to get it.
         todo: String,
     },
+}
+
+impl From<drafthorse_models::config_fields::ConfigError> for FrozenError {
+    fn from(error: drafthorse_models::config_fields::ConfigError) -> Self {
+        FrozenError::Config(Box::new(error))
+    }
 }
 
 impl TargetFiles {

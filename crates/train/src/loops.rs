@@ -164,7 +164,6 @@ pub fn prefetcher<B: Backend>(shared: &Shared<'_, B>, entrant: Entrant, station:
             }
         }
     }
-    drop(put);
     feeder.close();
     Ok(())
 }

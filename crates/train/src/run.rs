@@ -198,7 +198,11 @@ pub fn train<B: Backend>(
         drop(snapshots);
         let station = board.register("checkpoint writer", None);
         crew.spawn(station, move |station| {
-            while let Ok((root, snapshot, role)) = written.recv() {
+            loop {
+                // Waiting, not busy: between two checkpoints nothing is expected of this worker, however long that is.
+                let waiting = station.waiting("a snapshot");
+                let Ok((root, snapshot, role)) = written.recv() else { return Ok(()) };
+                drop(waiting);
                 station.busy("writing a checkpoint");
                 let begun = Instant::now();
                 let (path, size_bytes) = checkpoint::save(&root, &snapshot)?;
@@ -212,7 +216,6 @@ pub fn train<B: Backend>(
                 }));
                 station.advance(1);
             }
-            Ok(())
         });
         gate.seal();
         own.pass()?;

@@ -20,7 +20,7 @@ pub enum Kind {
 }
 
 /// Why a run was cancelled, and where.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Cause {
     /// Failed, stopped on request, or stalled.
     pub kind: Kind,
@@ -34,19 +34,36 @@ pub struct Cause {
     pub error: String,
     /// Where every stage stood, when the watchdog wrote it down. Several lines.
     pub report: Option<String>,
+    /// The worker's error itself, where there was one: callers choose an exit code by its type.
+    pub source: Option<Arc<dyn Error + Send + Sync>>,
     provisional: bool,
+}
+
+/// Two causes are equal when they say the same; the error values behind them are not compared.
+impl PartialEq for Cause {
+    fn eq(&self, other: &Cause) -> bool {
+        let told = |c: &Cause| (c.kind, c.worker.clone(), c.phase.clone(), c.device.clone(), c.error.clone(), c.report.clone());
+        told(self) == told(other) && self.provisional == other.provisional
+    }
 }
 
 impl Cause {
     /// A cause without phase, device or report; add them with the `with_` methods.
     pub fn new(kind: Kind, worker: impl Into<String>, error: impl Into<String>) -> Self {
         let (worker, error) = (worker.into(), error.into());
-        Self { kind, worker, phase: String::new(), device: None, error, report: None, provisional: false }
+        Self { kind, worker, phase: String::new(), device: None, error, report: None, source: None, provisional: false }
     }
 
     /// A failure told by an error value: the text is its whole source chain.
     pub fn failed(worker: impl Into<String>, error: &(dyn Error + 'static)) -> Self {
         Self::new(Kind::Failed, worker, chain_text(error))
+    }
+
+    /// Keeps the error itself.
+    #[must_use]
+    pub fn with_source(mut self, error: Arc<dyn Error + Send + Sync>) -> Self {
+        self.source = Some(error);
+        self
     }
 
     /// Names the phase or activity.

@@ -184,7 +184,8 @@ fn guarded<R>(cancel: &Cancel, station: &Station, body: impl FnOnce() -> Result<
         Ok(Ok(value)) => Some(value),
         Ok(Err(error)) => {
             if !(cancel.is_cancelled() && is_echo(&*error)) {
-                cancel.cancel(station.cause(Kind::Failed, chain_text(&*error)));
+                let text = chain_text(&*error);
+                cancel.cancel(station.cause(Kind::Failed, text).with_source(error.into()));
             }
             None
         }
