@@ -13,6 +13,8 @@ use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::cancel::Cancel;
 use drafthorse_train::run::{Options, Outcome, train};
 use drafthorse_train::setup::Setup;
+use std::fs::{File, TryLockError};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -73,6 +75,26 @@ pub fn config_hash(config: &RunConfig) -> String {
     sha256_hex(config.to_toml().as_bytes())
 }
 
+/// Takes the run folder for this process; the lock ends with it, however it ends.
+fn lock_run(run_dir: &Path) -> Result<File, Failure> {
+    let path = run_dir.join("lock");
+    let open = || File::options().create(true).truncate(false).read(true).write(true).open(&path);
+    let mut file = open().map_err(|e| Failure::file("open", &path, &e))?;
+    match file.try_lock() {
+        Ok(()) => {
+            let pid = std::process::id().to_string();
+            file.set_len(0).and_then(|()| file.write_all(pid.as_bytes())).map_err(|e| Failure::file("write", &path, &e))?;
+            Ok(file)
+        }
+        Err(TryLockError::WouldBlock) => {
+            let holder = std::fs::read_to_string(&path).unwrap_or_default();
+            let what = format!("{} is the folder of a run that is going on (process {})", run_dir.display(), holder.trim());
+            Err(Failure::new(Exit::BadInput, what, "wait for it or stop it, or give this run another name"))
+        }
+        Err(TryLockError::Error(e)) => Err(Failure::file("lock", &path, &e)),
+    }
+}
+
 /// Trains on the config's device. `watch` runs on its own thread and reads events until they end.
 ///
 /// # Errors
@@ -84,6 +106,7 @@ pub fn launch(
     watch: impl FnOnce(Subscription) + Send,
 ) -> Result<Outcome, Failure> {
     let setup = launch.setup;
+    let _lock = lock_run(&launch.run_dir)?;
     let file = launch.run_dir.join(CONFIG_FILE);
     std::fs::write(&file, setup.config.to_toml()).map_err(|e| Failure::file("write", &file, &e))?;
     let telemetry = Telemetry::start(TelemetryOptions::new(&launch.run_dir, &launch.run_id))?;
@@ -116,4 +139,19 @@ pub fn launch(
         closed?;
         Ok(outcome)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_folder_belongs_to_one_process_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = lock_run(dir.path()).unwrap();
+        let told = lock_run(dir.path()).unwrap_err().lines().unwrap();
+        assert!(told.contains(&format!("process {}", std::process::id())), "{told}");
+        drop(first);
+        lock_run(dir.path()).unwrap();
+    }
 }
