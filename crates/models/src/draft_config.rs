@@ -160,26 +160,6 @@ pub fn default_features(target_layers: usize) -> Result<usize, DraftError> {
     }
 }
 
-/// γ of the slot weights `exp(-(k-1)/γ)`: the configured one, else 7, 5, 4 for blocks of 16, 10, 8.
-///
-/// # Errors
-/// If none is configured and the block size has no published one, or if it is not above 0.
-pub fn gamma(block_size: usize, configured: Option<f64>) -> Result<f64, DraftError> {
-    match (configured, block_size) {
-        (Some(gamma), _) if gamma.is_finite() && gamma > 0.0 => Ok(gamma),
-        (Some(gamma), _) => Err(DraftError::new("gamma", gamma, "it must be a number above 0", "a block of 16 trains with 7")),
-        (None, 16) => Ok(7.0),
-        (None, 10) => Ok(5.0),
-        (None, 8) => Ok(4.0),
-        (None, other) => Err(DraftError::new(
-            "gamma",
-            "absent",
-            format!("a block of {other} has no published default"),
-            "set gamma; 7, 5 and 4 go with blocks of 16, 10 and 8",
-        )),
-    }
-}
-
 fn check_layer_ids(ids: &[usize], target_layers: usize) -> Result<(), DraftError> {
     let error = |why: String, advice: String| Err(DraftError::new("target_layer_ids", format!("{ids:?}"), why, advice));
     if ids.is_empty() {
@@ -407,15 +387,6 @@ mod tests {
             if n > 1 {
                 prop_assert_eq!(ids, rule(layers, n));
             }
-        }
-    }
-
-    #[test]
-    fn gamma_has_a_default_only_where_one_is_published() {
-        assert_eq!((gamma(16, None), gamma(10, None), gamma(8, None)), (Ok(7.0), Ok(5.0), Ok(4.0)));
-        assert_eq!(gamma(12, Some(5.5)), Ok(5.5));
-        for (block, configured) in [(12, None), (16, Some(0.0)), (16, Some(f64::NAN))] {
-            assert_eq!(gamma(block, configured).unwrap_err().field, "gamma");
         }
     }
 

@@ -14,7 +14,6 @@ pub mod draft_json;
 pub mod export;
 pub mod hf_config;
 pub mod hidden_states;
-pub mod mask_token;
 pub mod mmap;
 pub mod rope;
 mod safetensors_file;
