@@ -34,5 +34,5 @@ pub const BUILD: Build = Build {
     build_id: BUILD_ID,
     target: env!("DRAFTHORSE_TARGET"),
     profile: env!("DRAFTHORSE_PROFILE"),
-    backends: &["cpu"],
+    backends: if cfg!(feature = "cuda") { &["cpu", "cuda"] } else { &["cpu"] },
 };

@@ -323,7 +323,7 @@ impl Classified for RunFailure {
 }
 
 /// The worker's own error decides where it is known.
-fn exit_of_cause(cause: &Cause) -> Exit {
+pub fn exit_of_cause(cause: &Cause) -> Exit {
     match (cause.kind, &cause.source) {
         (Kind::Stopped, _) => Exit::Stopped,
         (Kind::Stalled, _) => Exit::Stalled,

@@ -4,14 +4,15 @@
 //! Refuses to print results. Invariants: the run folder holds the resolved config before the first step; telemetry is shut down whatever happened.
 
 use crate::build_id::BUILD_ID;
-use crate::exit::{Exit, Failure};
+use crate::exit::{Exit, Failure, exit_of_cause};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
 use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
 use drafthorse_train::config::RunConfig;
-use drafthorse_train::frozen::CpuBackend;
-use drafthorse_train::pipeline::cancel::Cancel;
-use drafthorse_train::run::{Options, Outcome, train};
+use drafthorse_train::frozen::{Backend, CpuBackend};
+use drafthorse_train::checkpoint::Meta;
+use drafthorse_train::pipeline::cancel::{Cancel, Cause};
+use drafthorse_train::run::{Options, Outcome, first_meta, train};
 use drafthorse_train::setup::Setup;
 use std::fs::{File, TryLockError};
 use std::io::Write;
@@ -56,6 +57,17 @@ pub fn backend(config: &RunConfig) -> Result<CpuBackend, Failure> {
     Ok(CpuBackend::new(config.pipeline.threads)?)
 }
 
+/// The CUDA backend: the driver and cuBLASLt, found in the usual places.
+///
+/// # Errors
+/// Exit 5 when one of them is missing.
+#[cfg(feature = "cuda")]
+pub fn cuda_backend(config: &RunConfig) -> Result<drafthorse_train::cuda::CudaBackend, Failure> {
+    use drafthorse_train::cuda::{AlgorithmTable, CudaBackend, SearchPaths};
+    let paths = SearchPaths::usual(|name| std::env::var_os(name));
+    Ok(CudaBackend::new(&paths, AlgorithmTable::default(), Duration::from_secs(config.pipeline.stall_s))?)
+}
+
 /// A launch.
 pub struct Launch<'a> {
     /// The run.
@@ -73,6 +85,13 @@ pub struct Launch<'a> {
 /// SHA-256 of the resolved config.
 pub fn config_hash(config: &RunConfig) -> String {
     sha256_hex(config.to_toml().as_bytes())
+}
+
+/// Threads that hang in a driver or on a dead disk cannot be joined: says who, and ends the process.
+fn end_stuck(names: &[String], cause: &Cause) {
+    eprintln!("error: {cause}");
+    eprintln!("  {} did not come back within {} s and cannot be waited for; checkpoints on disk are intact", names.join(", "), GRACE.as_secs());
+    std::process::exit(i32::from(exit_of_cause(cause).code()));
 }
 
 /// Takes the run folder for this process; the lock ends with it, however it ends.
@@ -99,25 +118,37 @@ fn lock_run(run_dir: &Path) -> Result<File, Failure> {
 ///
 /// # Errors
 /// Whatever ended the run before its time.
-pub fn launch(
+pub fn launch<B: Backend>(
     launch: Launch<'_>,
-    backend: &CpuBackend,
+    backend: &B,
     cancel: &Cancel,
     watch: impl FnOnce(Subscription) + Send,
 ) -> Result<Outcome, Failure> {
     let setup = launch.setup;
     let _lock = lock_run(&launch.run_dir)?;
+    let command_line: Vec<String> = std::env::args().collect();
+    let options = Options {
+        run_dir: launch.run_dir.clone(),
+        resume: launch.resume,
+        build_id: BUILD_ID.into(),
+        command_line: command_line.clone(),
+        grace: GRACE,
+        on_stuck: end_stuck,
+    };
+    // Before the folder's record is replaced: a refused resume leaves it as it was.
+    for (i, path) in options.resume.iter().enumerate() {
+        Meta::read(path)?.check(path, &first_meta(setup, i, &options))?;
+    }
     let file = launch.run_dir.join(CONFIG_FILE);
     std::fs::write(&file, setup.config.to_toml()).map_err(|e| Failure::file("write", &file, &e))?;
     let telemetry = Telemetry::start(TelemetryOptions::new(&launch.run_dir, &launch.run_id))?;
     let events = telemetry.subscribe(4096);
-    let command_line: Vec<String> = std::env::args().collect();
     let recorder = telemetry.recorder();
     recorder.record(Event::Run(Identity {
         build_id: BUILD_ID.into(),
         config_hash: config_hash(&setup.config),
         dataset_hash: setup.builder.dataset().fingerprint().to_owned(),
-        command_line: command_line.clone(),
+        command_line,
         host: std::fs::read_to_string("/proc/sys/kernel/hostname").map(|h| h.trim().to_owned()).unwrap_or_default(),
         pid: std::process::id(),
         started_t: unix_ms(),
@@ -125,8 +156,6 @@ pub fn launch(
         total_steps: Some(setup.total_steps),
         resumed_from_step: launch.resumed_from,
     }));
-    let options =
-        Options { run_dir: launch.run_dir, resume: launch.resume, build_id: BUILD_ID.into(), command_line, grace: GRACE };
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(events));
         let outcome = train(setup, backend, &options, &recorder, cancel);

@@ -6,9 +6,15 @@
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+
+/// Prefix of a folder that is being written.
+const WRITING: &str = ".writing-";
+/// Prefix of a complete folder that a later save of the same step replaces.
+const REPLACED: &str = ".replaced-";
 
 /// Version of the layout; it grows when an older reader would misunderstand.
 pub const VERSION: u32 = 1;
@@ -82,6 +88,10 @@ pub struct Meta {
     pub seed: u64,
     /// The drafter's config as JSON.
     pub drafter: serde_json::Value,
+    /// Config keys that decide which batch comes next, with their values.
+    pub batches: BTreeMap<String, serde_json::Value>,
+    /// Identity of the target: its config and the sizes of its weight files.
+    pub target: String,
     /// Build that wrote it.
     pub build_id: String,
     /// Command line that wrote it.
@@ -129,15 +139,18 @@ pub fn save(root: &Path, snapshot: &Snapshot) -> Result<(PathBuf, u64), Checkpoi
     }
     fs::create_dir_all(root).map_err(|e| io_error("make", root, e))?;
     let done = root.join(folder_name(snapshot.meta.step));
-    let aside = root.join(format!(".writing-{}", folder_name(snapshot.meta.step)));
+    let aside = root.join(format!("{WRITING}{}", folder_name(snapshot.meta.step)));
     let written = write_aside(&aside, snapshot).and_then(|bytes| {
+        // The same step saved twice (a stop right after a regular save): the later one stands.
+        let replaced = root.join(format!("{REPLACED}{}", folder_name(snapshot.meta.step)));
         if done.exists() {
-            // The same step saved twice (a stop right after a regular save): the content is the same, keep the complete one.
-            fs::remove_dir_all(&aside).map_err(|e| io_error("remove", &aside, e))?;
-            return Ok(bytes);
+            fs::rename(&done, &replaced).map_err(|e| io_error("move aside", &done, e))?;
         }
         fs::rename(&aside, &done).map_err(|e| io_error("rename into place", &done, e))?;
         sync(root)?;
+        if replaced.exists() {
+            fs::remove_dir_all(&replaced).map_err(|e| io_error("remove", &replaced, e))?;
+        }
         Ok(bytes)
     });
     if written.is_err() {
@@ -195,6 +208,36 @@ pub fn list(root: &Path) -> Vec<(u64, PathBuf)> {
     found
 }
 
+/// Makes `root` ready for a launch that starts after step `start`: remains of interrupted saves are removed, a replaced checkpoint whose successor never
+/// came is put back, and checkpoints of later steps — of a run that this launch leaves — are moved aside as `superseded-…`, never deleted.
+/// Returns where those are now.
+///
+/// # Errors
+/// When a folder cannot be moved.
+pub fn tidy_for_launch(root: &Path, start: u64) -> Result<Vec<PathBuf>, CheckpointError> {
+    for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+        let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+        if name.starts_with(WRITING) {
+            fs::remove_dir_all(&path).map_err(|e| io_error("remove the remains of", &path, e))?;
+        } else if let Some(own) = name.strip_prefix(REPLACED) {
+            let place = root.join(own);
+            if place.exists() {
+                fs::remove_dir_all(&path).map_err(|e| io_error("remove", &path, e))?;
+            } else {
+                fs::rename(&path, &place).map_err(|e| io_error("put back", &path, e))?;
+            }
+        }
+    }
+    let mut moved = Vec::new();
+    for (step, path) in list(root).into_iter().filter(|(step, _)| *step > start) {
+        let free = (1..).map(|n| root.join(format!("superseded-{n}-{}", folder_name(step)))).find(|p| !p.exists());
+        let to = free.expect("some number is free");
+        fs::rename(&path, &to).map_err(|e| io_error("move aside", &path, e))?;
+        moved.push(to);
+    }
+    Ok(moved)
+}
+
 /// Removes all but the newest `keep_last` checkpoints, sparing `best`.
 ///
 /// # Errors
@@ -230,10 +273,7 @@ impl Loaded {
             fs::read(&file).map_err(|e| io_error("read", &file, e))
         };
         let damaged = |what: String| CheckpointError::Damaged { path: path.into(), what };
-        let meta: Meta = serde_json::from_slice(&read("meta.json")?).map_err(|e| damaged(format!("meta.json: {e}")))?;
-        if meta.version != VERSION {
-            return Err(damaged(format!("its layout is version {}, this build reads {VERSION}", meta.version)));
-        }
+        let meta = Meta::read(path)?;
         let bytes = read("state.safetensors")?;
         SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("state.safetensors: {e}")))?;
         Ok(Loaded { path: path.into(), meta, bytes })
@@ -252,34 +292,60 @@ impl Loaded {
         }
         Ok(view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
+}
 
-    /// Refuses a checkpoint of another run.
+impl Meta {
+    /// Reads the scalars of the checkpoint folder `path`, and no tensor.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] or [`CheckpointError::Io`].
+    pub fn read(path: &Path) -> Result<Meta, CheckpointError> {
+        let file = path.join("meta.json");
+        let bytes = fs::read(&file).map_err(|e| io_error("read", &file, e))?;
+        let damaged = |what: String| CheckpointError::Damaged { path: path.into(), what };
+        let meta: Meta = serde_json::from_slice(&bytes).map_err(|e| damaged(format!("meta.json: {e}")))?;
+        if meta.version != VERSION {
+            return Err(damaged(format!("its layout is version {}, this build reads {VERSION}", meta.version)));
+        }
+        Ok(meta)
+    }
+
+    /// Refuses the checkpoint at `path`, whose scalars these are, when it belongs to another run than `wanted` describes.
     ///
     /// # Errors
     /// [`CheckpointError::Mismatch`], naming what differs.
-    pub fn check(&self, wanted: &Meta) -> Result<(), CheckpointError> {
-        let mismatch = |what: String, todo: &str| {
-            Err(CheckpointError::Mismatch { path: self.path.clone(), what, todo: todo.into() })
-        };
-        let m = &self.meta;
-        if m.dataset != wanted.dataset {
+    pub fn check(&self, path: &Path, wanted: &Meta) -> Result<(), CheckpointError> {
+        let mismatch = |what: String, todo: &str| Err(CheckpointError::Mismatch { path: path.into(), what, todo: todo.into() });
+        if self.dataset != wanted.dataset {
             return mismatch(
-                format!("it was trained on dataset {:.12}…, the config names {:.12}…", m.dataset, wanted.dataset),
+                format!("it was trained on dataset {:.12}…, the config names {:.12}…", self.dataset, wanted.dataset),
                 "name the dataset of the run, or start a new run with drafter.init_from = an export of this one",
             );
         }
-        if m.drafter != wanted.drafter {
+        if self.target != wanted.target {
+            return mismatch(
+                "it was trained against another target (config.json or the sizes of its weight files differ)".into(),
+                "name the target of the run, or start a new run with drafter.init_from = an export of this one",
+            );
+        }
+        if self.drafter != wanted.drafter {
             return mismatch("its drafter has another shape".into(), "compare its config.toml with yours");
         }
-        if (m.global_batch, m.seed) != (wanted.global_batch, wanted.seed) {
+        if (self.global_batch, self.seed) != (wanted.global_batch, wanted.seed) {
             return mismatch(
-                format!("it has global_batch {} and seed {}, the config {} and {}", m.global_batch, m.seed, wanted.global_batch, wanted.seed),
+                format!("it has global_batch {} and seed {}, the config {} and {}", self.global_batch, self.seed, wanted.global_batch, wanted.seed),
                 "both decide which batch comes next: use the checkpoint's",
             );
         }
-        if m.total_steps != wanted.total_steps {
+        let nothing = serde_json::Value::Null;
+        let differs = self.batches.keys().chain(wanted.batches.keys()).find(|k| self.batches.get(*k) != wanted.batches.get(*k));
+        if let Some(key) = differs {
+            let (mine, theirs) = (self.batches.get(key).unwrap_or(&nothing), wanted.batches.get(key).unwrap_or(&nothing));
+            return mismatch(format!("it has {key} = {mine}, the config {theirs}"), "this key decides which batch comes next: use the checkpoint's");
+        }
+        if self.total_steps != wanted.total_steps {
             return mismatch(
-                format!("its learning rate follows {} steps in all, the config's {}", m.total_steps, wanted.total_steps),
+                format!("its learning rate follows {} steps in all, the config's {}", self.total_steps, wanted.total_steps),
                 "set optimizer.steps to the checkpoint's number, or start a new run with drafter.init_from",
             );
         }
@@ -312,6 +378,8 @@ mod tests {
             dataset: "d".into(),
             seed: 3,
             drafter: serde_json::json!({"layers": 1}),
+            batches: BTreeMap::from([("batch.token_budget".to_owned(), 512.into())]),
+            target: "t".into(),
             build_id: "b".into(),
             command_line: vec![],
             held_out_loss: None,
@@ -343,6 +411,35 @@ mod tests {
     }
 
     #[test]
+    fn a_launch_from_an_earlier_step_keeps_the_later_ones_aside_and_its_own_saves_count() {
+        let dir = tempfile::tempdir().unwrap();
+        for step in [2, 4, 6] {
+            save(dir.path(), &snapshot(step, 1.0)).unwrap();
+        }
+        fs::create_dir_all(dir.path().join(".writing-step-00000007")).unwrap();
+        fs::rename(dir.path().join(folder_name(2)), dir.path().join(".replaced-step-00000002")).unwrap();
+        let moved = tidy_for_launch(dir.path(), 3).unwrap();
+        assert_eq!(moved.len(), 2);
+        assert!(moved.iter().all(|p| Loaded::open(p).is_ok()), "superseded checkpoints stay whole");
+        assert_eq!(list(dir.path()).iter().map(|(s, _)| *s).collect::<Vec<_>>(), [2]);
+        assert!(!dir.path().join(".writing-step-00000007").exists());
+        let (path, _) = save(dir.path(), &snapshot(4, 2.0)).unwrap();
+        save(dir.path(), &snapshot(4, 3.0)).unwrap();
+        assert_eq!(Loaded::open(&path).unwrap().tensor("w", 6).unwrap(), [3.0; 6], "the later save of a step stands");
+        assert_eq!(newest(dir.path()), Some(path));
+        assert_eq!(tidy_for_launch(dir.path(), 3).unwrap().len(), 1, "a second name is found");
+    }
+
+    #[test]
+    fn a_loss_that_is_not_finite_leaves_the_scalars_readable() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut odd = snapshot(1, 1.0);
+        odd.meta.held_out_loss = Some(f64::NAN);
+        let (path, _) = save(dir.path(), &odd).unwrap();
+        assert_eq!(Meta::read(&path).unwrap().held_out_loss, None);
+    }
+
+    #[test]
     fn pruning_keeps_the_newest_and_the_best() {
         let dir = tempfile::tempdir().unwrap();
         for step in 1..=5 {
@@ -366,14 +463,17 @@ mod tests {
             |m: &mut Meta| m.seed = 4,
             |m: &mut Meta| m.total_steps = 11,
             |m: &mut Meta| m.drafter = serde_json::json!({}),
+            |m: &mut Meta| m.target = "other".into(),
+            |m: &mut Meta| drop(m.batches.insert("batch.token_budget".to_owned(), 1024.into())),
+            |m: &mut Meta| drop(m.batches.insert("drafter.gamma".to_owned(), 5.into())),
         ] {
             let mut wanted = loaded.meta.clone();
             change(&mut wanted);
-            assert!(matches!(loaded.check(&wanted), Err(CheckpointError::Mismatch { .. })));
+            assert!(matches!(loaded.meta.check(&path, &wanted), Err(CheckpointError::Mismatch { .. })));
         }
         let mut other_d = loaded.meta.clone();
         other_d.drafters = 2;
-        loaded.check(&other_d).unwrap();
+        loaded.meta.check(&path, &other_d).unwrap();
         fs::write(path.join("state.safetensors"), b"torn").unwrap();
         assert!(matches!(Loaded::open(&path), Err(CheckpointError::Damaged { .. })));
     }

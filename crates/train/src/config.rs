@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read the config {path}: {source}")]
+    #[error("cannot read the config {path}: {source}\n  check the path; `drafthorse init` prints a config")]
     Read {
         /// The file.
         path: PathBuf,
@@ -360,12 +360,7 @@ impl RunConfig {
     /// [`ConfigError`], naming file, line, key and the nearest known key.
     pub fn load(path: &Path, overrides: &[String]) -> Result<RunConfig, ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        // Once as written, so that an unknown key is reported with its line; then again with the overrides.
-        if overrides.is_empty() {
-            return Self::parse(&text, &path.display().to_string(), &[]);
-        }
-        let complete = Self::parse(&text, &path.display().to_string(), overrides)?;
-        Ok(complete)
+        Self::parse(&text, &path.display().to_string(), overrides)
     }
 
     /// Parses TOML text and applies overrides.
@@ -416,10 +411,13 @@ impl RunConfig {
                 }
                 let text = toml::to_string(&merged).expect("a table is writable");
                 let config = Self::parse(&text, &format!("sweep variant `{}`", v.name), &[])?;
-                let shared = |c: &RunConfig| (c.optimizer.epochs, c.optimizer.steps, c.optimizer.global_batch, c.drafter.block_size);
+                let shared = |c: &RunConfig| {
+                    let (o, d) = (&c.optimizer, &c.drafter);
+                    (o.epochs, o.steps, o.global_batch, d.block_size, d.gamma, d.mask_token_id)
+                };
                 if shared(&config) != shared(self) {
-                    return Err(value("sweep", format!("variant `{}` changes what all variants share", v.name),
-                        "variants see the same batches: keep epochs, steps, global_batch and block_size out of them"));
+                    let todo = "variants see the same batches: keep epochs, steps, global_batch, block_size, gamma and mask_token_id out of them";
+                    return Err(value("sweep", format!("variant `{}` changes what all variants share", v.name), todo));
                 }
                 Ok((Some(v.name.clone()), config))
             })
@@ -452,6 +450,23 @@ impl RunConfig {
         if let Some((key, _)) = at_least_one.into_iter().find(|(_, v)| *v == 0) {
             return Err(value(key, "0 cannot work".into(), "set it to at least 1"));
         }
+        let d = &self.drafter;
+        if let Some(layer) = d.sliding_layers.iter().flatten().find(|l| **l >= d.layers) {
+            return Err(value("drafter.sliding_layers", format!("there is no layer {layer} of {}", d.layers), "layers count from 0"));
+        }
+        if d.features.is_some() && d.target_layer_ids.is_some() {
+            return Err(value("drafter.features", "target_layer_ids says it already".into(), "keep one of the two"));
+        }
+        if o.steps == Some(0) {
+            return Err(value("optimizer.steps", "0 steps train nothing".into(), "set at least 1, or leave it out and set epochs"));
+        }
+        let positive = |x: f32| x.is_finite() && x > 0.0;
+        let betas = o.betas.iter().all(|b| (0.0..1.0).contains(b));
+        let decay = o.weight_decay.is_finite() && o.weight_decay >= 0.0;
+        if !(betas && decay && positive(o.eps) && positive(o.clip)) {
+            let what = format!("betas {:?}, eps {}, clip {}, weight_decay {}", o.betas, o.eps, o.clip, o.weight_decay);
+            return Err(value("optimizer", what, "betas lie in [0, 1), eps and clip are above 0, weight_decay is not negative"));
+        }
         if p.targets.is_empty() || p.drafters.is_empty() {
             return Err(value("pipeline.targets", "a run needs a target and a drafter".into(), "e.g. targets = [0], drafters = [0]"));
         }
@@ -463,6 +478,12 @@ impl RunConfig {
         }
         if !(0.0..=1.0).contains(&o.warmup) {
             return Err(value("optimizer.warmup", format!("{} is no share of the run", o.warmup), "0.04 is usual"));
+        }
+        let names: std::collections::BTreeSet<&str> = self.sweep.iter().map(|v| v.name.as_str()).collect();
+        let plain = |n: &str| n.starts_with(|c: char| c.is_ascii_alphanumeric()) && n.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+        if names.len() != self.sweep.len() || !names.iter().all(|n| plain(n)) {
+            let todo = "each variant has its own folder: give every one a name of its own, of letters, digits, `-`, `_` and `.`";
+            return Err(value("sweep.name", format!("{:?}", self.sweep.iter().map(|v| &v.name).collect::<Vec<_>>()), todo));
         }
         if !self.sweep.is_empty() && self.sweep.len() != p.drafters.len() {
             let what = format!("{} variants for {} drafter loops", self.sweep.len(), p.drafters.len());
@@ -542,6 +563,10 @@ mod tests {
             ("pipeline.device=tpu", "pipeline.device"),
             ("pipeline.drafters=[]", "pipeline.targets"),
             ("optimizer.warmup=2.0", "optimizer.warmup"),
+            ("optimizer.clip=0.0", "optimizer"),
+            ("optimizer.betas=[1.0, 0.9]", "optimizer"),
+            ("optimizer.steps=0", "optimizer.steps"),
+            ("drafter.sliding_layers=[3]", "drafter.sliding_layers"),
         ] {
             let error = RunConfig::parse(SMALL, "x.toml", &[item.into()]).unwrap_err().to_string();
             assert!(error.contains(key), "{item}: {error}");
@@ -567,6 +592,13 @@ mod tests {
         let variants = config.variants().unwrap();
         assert_eq!((variants[0].1.drafter.layers, variants[1].1.drafter.layers), (1, 3));
         assert_eq!(variants[1].1.optimizer.lr, 0.1);
+        for (name, other) in [("b", "b"), ("", "b"), ("../x", "b")] {
+            let named = text.replacen("\"a\"", &format!("{name:?}"), 1).replacen("\"b\"", &format!("{other:?}"), 1);
+            assert!(RunConfig::parse(&named, "s.toml", &[]).unwrap_err().to_string().contains("sweep.name"), "{name:?}");
+        }
+        let mut bad = config.clone();
+        bad.sweep[1].drafter.insert("gamma".into(), 4.0.into());
+        assert!(bad.variants().unwrap_err().to_string().contains("all variants share"));
         let mut bad = config.clone();
         bad.sweep[0].optimizer.insert("global_batch".into(), 9.into());
         assert!(bad.variants().unwrap_err().to_string().contains("all variants share"));

@@ -130,11 +130,12 @@ pub struct Decoder<E> {
 }
 
 impl<E: Executor> Decoder<E> {
-    /// Takes an executor of `program.program`.
+    /// Takes an executor of `program.program` and prepares it.
     ///
     /// # Errors
     /// When the device fails.
     pub fn new(mut exec: E, program: DecodeProgram) -> Result<Decoder<E>, ExecError> {
+        exec.prepare()?;
         let (b, block) = (&program.draft.block, program.block);
         exec.write(b.ctx_start, HostRef::I32(&[0]))?;
         exec.write(b.n_blocks, HostRef::I32(&[1]))?;

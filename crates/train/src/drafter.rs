@@ -155,14 +155,15 @@ impl<E: Executor> Drafter<E> {
         self.exec.run(begin, SlotArg::None)
     }
 
-    /// Adds one batch's gradients. Enqueues only: what the rows say is had from [`Drafter::tally`].
+    /// Adds one batch's gradients. Enqueues only: what the rows say is had from [`Drafter::tally`]. `each` is called after every micro-batch,
+    /// so that a watchdog sees progress inside a long batch.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn train_batch(&mut self, batch: &Arc<Batch>, slot: &E::Slot) -> Result<(), ExecError> {
+    pub fn train_batch(&mut self, batch: &Arc<Batch>, slot: &E::Slot, each: &mut dyn FnMut()) -> Result<(), ExecError> {
         let passes = Arc::clone(&self.program.passes);
         let features = self.context(batch, slot)?;
-        self.micros(batch, passes.micro)?;
+        self.micros(batch, passes.micro, each)?;
         self.exec.run(passes.context_backward, features.slot(slot))
     }
 
@@ -170,10 +171,10 @@ impl<E: Executor> Drafter<E> {
     ///
     /// # Errors
     /// When the device fails.
-    pub fn measure_batch(&mut self, batch: &Arc<Batch>, slot: &E::Slot) -> Result<(), ExecError> {
+    pub fn measure_batch(&mut self, batch: &Arc<Batch>, slot: &E::Slot, each: &mut dyn FnMut()) -> Result<(), ExecError> {
         let measure = self.program.passes.measure;
         self.context(batch, slot)?;
-        self.micros(batch, measure)
+        self.micros(batch, measure, each)
     }
 
     /// What the rows of all batches since the last call say; waits for the device.
@@ -276,13 +277,14 @@ impl<E: Executor> Drafter<E> {
         self.exec.write(i.weights, HostRef::F32(&micro.weights))
     }
 
-    fn micros(&mut self, batch: &Arc<Batch>, phase: PhaseId) -> Result<(), ExecError> {
+    fn micros(&mut self, batch: &Arc<Batch>, phase: PhaseId, each: &mut dyn FnMut()) -> Result<(), ExecError> {
         let m = self.program.passes.metrics;
         for (i, micro) in batch.micros.iter().enumerate() {
             self.write_micro(micro)?;
             self.exec.run(phase, SlotArg::None)?;
             let fetch = self.exec.fetch(&[m.ce, m.prob, m.hit])?;
             self.pending.push((Arc::clone(batch), i, fetch));
+            each();
         }
         Ok(())
     }

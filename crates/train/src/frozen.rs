@@ -68,6 +68,21 @@ impl TargetFiles {
         Ok(TargetFiles { folder: folder.to_path_buf(), config, checkpoint, sources, notices })
     }
 
+    /// What tells one target from another without reading its weights: SHA-256 over config.json and the names and sizes of the weight files.
+    pub fn identity(&self) -> String {
+        let mut text = std::fs::read_to_string(self.folder.join("config.json")).unwrap_or_default();
+        let mut files: Vec<(String, u64)> = std::fs::read_dir(&self.folder)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter(|e| e.path().extension().is_some_and(|x| x == "safetensors"))
+            .filter_map(|e| Some((e.file_name().to_string_lossy().into_owned(), std::fs::metadata(e.path()).ok()?.len())))
+            .collect();
+        files.sort();
+        files.iter().for_each(|(name, bytes)| text.push_str(&format!("\n{name} {bytes}")));
+        drafthorse_data::sha256_hex(text.as_bytes())
+    }
+
     /// All parameters; a tied head is the embedding and counts once.
     pub fn parameters(&self) -> u64 {
         let tied = self.config.tie_embeddings;

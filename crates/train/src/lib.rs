@@ -9,6 +9,8 @@ pub mod capture;
 pub mod checkpoint;
 #[cfg(not(shuttle))]
 pub mod config;
+#[cfg(all(feature = "cuda", not(shuttle)))]
+pub mod cuda;
 #[cfg(not(shuttle))]
 pub mod decode;
 #[cfg(not(shuttle))]

@@ -6,7 +6,6 @@
 
 use crate::capture::{capture, capture_program};
 use crate::checkpoint::{Loaded, Meta, Snapshot};
-use crate::config::RunConfig;
 use crate::drafter::{Drafter, StepReport, drafter_program};
 use crate::frozen::{Backend, FrozenSource};
 use crate::metrics::Tally;
@@ -32,7 +31,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What travels on the conveyor.
 pub struct Packet {
@@ -94,7 +93,7 @@ pub struct Shared<'a, B: Backend> {
     /// Who does what.
     pub board: &'a Board,
     /// Checkpoints to resume from, per variant.
-    pub loaded: &'a [Loaded],
+    pub loaded: &'a Mutex<Vec<Option<Arc<Loaded>>>>,
     /// First step of this launch.
     pub start_step: u64,
     /// Drafters are variants, not replicas.
@@ -228,9 +227,10 @@ pub fn drafter_loop<B: Backend>(
     }
     let mut drafter = Drafter::new(exec, program);
     let mut meta = first_meta(setup, index, shared.options);
-    match (shared.loaded.get(index), &variant.config.drafter.init_from) {
+    let loaded = shared.loaded.lock().unwrap_or_else(PoisonError::into_inner).get(index).cloned().flatten();
+    match (loaded, &variant.config.drafter.init_from) {
         (Some(loaded), _) => {
-            restore(&mut drafter, loaded)?;
+            restore(&mut drafter, &loaded)?;
             meta = Meta { build_id: meta.build_id, command_line: meta.command_line, drafters: meta.drafters, ..loaded.meta.clone() };
         }
         (None, Some(folder)) => {
@@ -299,8 +299,9 @@ impl<B: Backend> Worker<'_, B> {
             let report = self.drafter.optimize(self.variant.config.optimizer.rate(step, shared.setup.total_steps))?;
             let vote = Vote { tally: self.drafter.tally()?, stop: shared.cancel.stop_requested(), ..vote };
             let all = self.votes.gather(vote)?;
-            self.account(step, &report)?;
+            self.book(step, &report);
             self.record(step, round, &report, &all);
+            self.give_up_if_diverged(step)?;
             self.station.advance(1);
             stopped = all.iter().find_map(|v| v.stop.clone());
             let done = step + 1;
@@ -310,13 +311,14 @@ impl<B: Backend> Worker<'_, B> {
                 break;
             }
             stopped = None;
-            if shared.measures_after(done) {
-                self.measure(done)?;
-            }
+            let improved = shared.measures_after(done) && self.measure(done)?;
             let every = shared.setup.config.checkpoint.every;
-            if done == shared.setup.total_steps || (every > 0 && done.is_multiple_of(every)) {
-                self.save("latest")?;
+            let due = done == shared.setup.total_steps || (every > 0 && done.is_multiple_of(every));
+            // The best is saved when it is measured: only what is on disk can be kept.
+            if improved || due {
+                self.save(if improved { "best" } else { "latest" })?;
             }
+            self.last_step = Instant::now();
         }
         while self.end.next()?.is_some() {
             // Batches that were under way when the run was halted are given back unread.
@@ -349,7 +351,7 @@ impl<B: Backend> Worker<'_, B> {
             let filled = self.next(i, false)?;
             self.station.busy(What::new("training").batch(i));
             let batch = &filled.batch().batch;
-            self.drafter.train_batch(batch, filled.slot())?;
+            self.drafter.train_batch(batch, filled.slot(), &mut || self.station.advance(1))?;
             vote.tokens += batch.n_tokens as u64;
             vote.rows += batch.n_seqs as u64;
             vote.blocks += batch.n_blocks as u64;
@@ -369,18 +371,21 @@ impl<B: Backend> Worker<'_, B> {
         Ok(outcome?)
     }
 
-    /// Books a step; gives up after too many that were not finite.
-    fn account(&mut self, step: u64, report: &StepReport) -> Result<(), BoxError> {
+    /// Books a step and counts those that were skipped.
+    fn book(&mut self, step: u64, report: &StepReport) {
         self.meta.step = step + 1;
         self.meta.adam_t = report.adam_t;
         if report.taken {
             self.meta.skipped_in_row = 0;
-            return Ok(());
+            return;
         }
         self.meta.skipped += 1;
         self.meta.skipped_in_row += 1;
         let text = format!("step {} was skipped: loss {}, gradient norm {}", step + 1, report.loss, report.grad_norm);
         self.shared.recorder.warn("non_finite", text);
+    }
+
+    fn give_up_if_diverged(&mut self, step: u64) -> Result<(), BoxError> {
         if self.meta.skipped_in_row < self.variant.config.optimizer.max_skipped {
             return Ok(());
         }
@@ -401,7 +406,6 @@ impl<B: Backend> Worker<'_, B> {
         votes.iter().for_each(|v| tally.merge(&v.tally));
         let sum = |f: fn(&Vote) -> u64| votes.iter().map(f).sum::<u64>();
         let seconds = self.last_step.elapsed().as_secs_f64();
-        self.last_step = Instant::now();
         let layout = shared.conveyor.layout();
         let pipeline =
             self.stages.sample(shared.board, &shared.conveyor.counters(), layout.queue_depth, layout.slots_per_pool());
@@ -428,16 +432,17 @@ impl<B: Backend> Worker<'_, B> {
         }));
     }
 
-    fn measure(&mut self, done: u64) -> Result<(), BoxError> {
+    /// Measures the held-out batches; true when this is the lowest finite loss of the run so far.
+    fn measure(&mut self, done: u64) -> Result<bool, BoxError> {
         let shared = self.shared;
         if shared.held_out_batches() == 0 {
-            return Ok(());
+            return Ok(false);
         }
         let begun = Instant::now();
         for j in (0..shared.held_out_batches()).filter(|&j| self.mine(j)).collect::<Vec<_>>() {
             let filled = self.next(j, true)?;
             self.station.busy(What::new("held-out forward").batch(j));
-            self.drafter.measure_batch(&filled.batch().batch, filled.slot())?;
+            self.drafter.measure_batch(&filled.batch().batch, filled.slot(), &mut || self.station.advance(1))?;
             filled.release();
         }
         let own = self.drafter.tally()?;
@@ -448,7 +453,8 @@ impl<B: Backend> Worker<'_, B> {
         }
         let loss = tally.loss();
         self.meta.held_out_loss = Some(loss);
-        if done > 0 && self.meta.best.is_none_or(|(best, _)| loss < best) {
+        let improved = done > 0 && loss.is_finite() && self.meta.best.is_none_or(|(best, _)| loss < best);
+        if improved {
             self.meta.best = Some((loss, done));
         }
         if self.owns_files() {
@@ -463,7 +469,7 @@ impl<B: Backend> Worker<'_, B> {
             }));
         }
         self.held_out = Some(tally);
-        Ok(())
+        Ok(improved)
     }
 
     fn save(&mut self, role: &'static str) -> Result<(), BoxError> {
@@ -471,12 +477,19 @@ impl<B: Backend> Worker<'_, B> {
             return Ok(());
         }
         self.station.busy("snapshot");
-        let config: &RunConfig = &self.shared.setup.config;
-        let taken = snapshot(&mut self.drafter, self.meta.clone(), config.to_toml())?;
+        let taken = snapshot(&mut self.drafter, self.meta.clone(), self.variant.config.to_toml())?;
         let root = variant_dir(&self.shared.options.run_dir, self.variant.name.as_deref()).join("checkpoints");
-        // The writer ends early only by an error of its own, which cancels the run.
-        self.snapshots.send((root, taken, role)).map_err(|_| "the checkpoint writer has ended")?;
-        Ok(())
+        let _waiting = self.station.waiting("the checkpoint writer");
+        let mut item = (root, taken, role);
+        loop {
+            match self.snapshots.try_send(item) {
+                Ok(()) => return Ok(()),
+                Err(mpsc::TrySendError::Full(back)) => item = back,
+                Err(mpsc::TrySendError::Disconnected(_)) => return Err("the checkpoint writer has ended".into()),
+            }
+            self.shared.cancel.check()?;
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     fn export(&mut self) -> Result<PathBuf, BoxError> {

@@ -12,15 +12,16 @@ use crate::pipeline::board::{Board, Watchdog};
 use crate::pipeline::cancel::{Cancel, Cause, Kind};
 use crate::pipeline::conveyor::Conveyor;
 use crate::pipeline::crew::{self, Alarm, RunError, Watch};
-use crate::pipeline::gate::{Gate, Limits, Phase, Role};
+use crate::pipeline::gate::{Gate, GateEvent, Limits, Phase, Role};
 use crate::pipeline::layout::{Assignment, Layout, Mode};
 use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
 use crate::setup::Setup;
 use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
 use drafthorse_telemetry::Recorder;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 /// What the caller decides about a launch.
@@ -34,8 +35,11 @@ pub struct Options {
     pub build_id: String,
     /// Command line, for provenance.
     pub command_line: Vec<String>,
-    /// How long threads may take to come back after a cancellation before the process gives up on them.
+    /// How long threads may take to come back after a cancellation before `on_stuck` is told.
     pub grace: Duration,
+    /// Told the workers that have not come back (stuck in a driver or a dead disk) and why the run ended. [`train`] can only wait for them; a
+    /// process that must end does so here.
+    pub on_stuck: fn(&[String], &Cause),
 }
 
 /// How a run that did not fail ended.
@@ -97,6 +101,8 @@ pub fn first_meta(setup: &Setup, variant: usize, options: &Options) -> Meta {
         step: 0,
         total_steps: setup.total_steps,
         adam_t: 0,
+        batches: setup.batch_keys(),
+        target: setup.target.identity(),
         skipped: 0,
         skipped_in_row: 0,
         global_batch: setup.config.optimizer.global_batch,
@@ -123,11 +129,22 @@ pub fn train<B: Backend>(
     cancel: &Cancel,
 ) -> Result<Outcome, RunFailure> {
     let started = Instant::now();
-    let loaded: Vec<Loaded> = options.resume.iter().map(|p| Loaded::open(p)).collect::<Result<_, _>>()?;
-    for (i, l) in loaded.iter().enumerate() {
-        l.check(&first_meta(setup, i, options))?;
+    let mut start_step = 0;
+    for (i, path) in options.resume.iter().enumerate() {
+        let meta = Meta::read(path)?;
+        meta.check(path, &first_meta(setup, i, options))?;
+        start_step = meta.step;
     }
-    let start_step = loaded.first().map_or(0, |l| l.meta.step);
+    for variant in &setup.variants {
+        let root = variant_dir(&options.run_dir, variant.name.as_deref()).join("checkpoints");
+        for path in checkpoint::tidy_for_launch(&root, start_step)? {
+            let text = format!("a checkpoint of a step after {start_step} was moved to {}: this launch goes another way", path.display());
+            recorder.warn("superseded", text);
+        }
+    }
+    let loaded: Mutex<Vec<Option<Arc<Loaded>>>> = Mutex::new(
+        options.resume.iter().map(|p| Ok(Some(Arc::new(Loaded::open(p)?)))).collect::<Result<_, CheckpointError>>()?,
+    );
     let p = &setup.config.pipeline;
     let sweep = setup.variants[0].name.is_some();
     let layout = Layout {
@@ -144,7 +161,9 @@ pub fn train<B: Backend>(
     let drafters = layout.drafters;
     let diverged = AtomicBool::new(false);
     let ends: Mutex<Vec<Option<crate::loops::End>>> = Mutex::new((0..drafters).map(|_| None).collect());
-    let (snapshots, written) = mpsc::sync_channel::<(PathBuf, Snapshot, &'static str)>(1);
+    let (snapshots, written) = mpsc::sync_channel::<(PathBuf, Snapshot, &'static str)>(0);
+    // Owned out here: if the writer fails, its error is the cause before any sender can notice that it is gone.
+    let written = Mutex::new(written);
     let shared = Shared {
         setup,
         backend,
@@ -168,11 +187,17 @@ pub fn train<B: Backend>(
         every: Duration::from_millis(200),
         grace,
         on_alarm: Box::new(|alarm| {
-            let text = match alarm {
-                Alarm::Stalled(cause) => format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()),
-                Alarm::NotComingBack(names) => format!("still waiting for {} after {grace:?}", names.join(", ")),
-            };
-            recorder.warn("stalled", text);
+            match alarm {
+                Alarm::Stalled(cause) => {
+                    recorder.warn("stalled", format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()));
+                }
+                Alarm::NotComingBack(names) => {
+                    recorder.warn("stuck", format!("still waiting for {} after {grace:?}", names.join(", ")));
+                    if let Some(cause) = cancel.cause() {
+                        (options.on_stuck)(names, &cause);
+                    }
+                }
+            }
         }),
     };
     let coordinator = board.register("coordinator", None);
@@ -197,7 +222,9 @@ pub fn train<B: Backend>(
         }
         drop(snapshots);
         let station = board.register("checkpoint writer", None);
+        let written = &written;
         crew.spawn(station, move |station| {
+            let written = written.lock().unwrap_or_else(PoisonError::into_inner);
             loop {
                 // Waiting, not busy: between two checkpoints nothing is expected of this worker, however long that is.
                 let waiting = station.waiting("a snapshot");
@@ -219,6 +246,8 @@ pub fn train<B: Backend>(
         });
         gate.seal();
         own.pass()?;
+        // Every drafter has restored its state: the files' copies in memory are not needed any more.
+        shared.loaded.lock().unwrap_or_else(PoisonError::into_inner).clear();
         Ok(())
     });
     let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
@@ -261,13 +290,16 @@ fn record_failure(recorder: &Recorder, cause: &Cause) {
     }));
 }
 
-fn gate_listener(recorder: Recorder, started: Instant) -> impl FnMut(&crate::pipeline::gate::GateEvent) + Send + 'static {
+/// Gate events as telemetry. A phase is done when its worker enters the next one, and all are when the gate opens.
+fn gate_listener(recorder: Recorder, started: Instant) -> impl FnMut(&GateEvent) + Send + 'static {
+    let mut present: HashMap<String, PhaseEvent> = HashMap::new();
     move |event| {
         if event.phase == Phase::Open {
+            present.drain().for_each(|(_, left)| recorder.record(Event::Phase(PhaseEvent { progress: 1000, done: true, ..left })));
             recorder.record(Event::Gate(GateOpen { startup_ms: started.elapsed().as_millis() as u64 }));
             return;
         }
-        recorder.record(Event::Phase(PhaseEvent {
+        let told = PhaseEvent {
             name: event.phase.label().into(),
             worker: event.worker.clone().unwrap_or_else(|| "run".into()),
             device: event.device.clone().unwrap_or_default(),
@@ -275,7 +307,14 @@ fn gate_listener(recorder: Recorder, started: Instant) -> impl FnMut(&crate::pip
             total: Some(1000),
             unit: "‰".into(),
             done: event.progress >= 1.0,
-            deadline_ms: None,
-        }));
+            deadline_ms: event.deadline.map(|d| d.as_millis() as u64),
+        };
+        match present.insert(told.worker.clone(), told.clone()) {
+            Some(left) if left.name != told.name && !left.done => {
+                recorder.record(Event::Phase(PhaseEvent { progress: 1000, done: true, ..left }));
+            }
+            _ => {}
+        }
+        recorder.record(Event::Phase(told));
     }
 }

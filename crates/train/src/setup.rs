@@ -17,7 +17,7 @@ use drafthorse_models::draft::dflash::TrainShape;
 use drafthorse_models::draft_config::{DraftConfig, DraftError, LayerKind, default_layer_ids};
 use drafthorse_models::hf_config::TargetConfig;
 use drafthorse_models::rope::RopeSpec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Errors of setting a run up; all are the user's to mend.
@@ -103,6 +103,18 @@ impl Setup {
         let total_steps = config.optimizer.steps.unwrap_or_else(|| rounds.total_steps(config.optimizer.epochs));
         let captured = captured.into_iter().collect();
         Ok(Setup { config, target, builder, variants, captured, total_steps, mask_token, notices })
+    }
+
+    /// Config keys that decide which batch comes next, with their values: a resumed run must have the same.
+    pub fn batch_keys(&self) -> BTreeMap<String, serde_json::Value> {
+        let c = &self.config;
+        let table = serde_json::to_value(c).expect("a config is writable");
+        let keys = ["token_budget", "batching", "max_rows", "bucket_edges", "buckets", "max_length", "cut_long", "anchors", "max_blocks"];
+        let mut found: BTreeMap<String, serde_json::Value> =
+            keys.iter().filter_map(|k| Some((format!("batch.{k}"), table["batch"].get(k)?.clone()))).collect();
+        found.insert("drafter.gamma".into(), table["drafter"].get("gamma").cloned().unwrap_or_default());
+        found.insert("eval.held_out".into(), table["eval"]["held_out"].clone());
+        found
     }
 
     /// Fixed extents of the training programs.

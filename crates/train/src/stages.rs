@@ -16,7 +16,7 @@ pub struct Stages {
 }
 
 /// Labels of waits for the stage after: room in the queue, free slots.
-const BLOCKED: [&str; 2] = ["room in", "free slot"];
+const BLOCKED: [&str; 2] = ["room in the batch queue", "a free slot"];
 
 impl Stages {
     /// What happened since the last look.

@@ -55,19 +55,20 @@ struct Ran {
     events: Vec<Event>,
 }
 
-fn run(config: RunConfig, resume: Vec<PathBuf>, before: impl FnOnce(&Cancel)) -> Ran {
+fn run(config: RunConfig, resume: Vec<PathBuf>, before: impl FnOnce(&Cancel, &Path)) -> Ran {
     let dir = tempfile::tempdir().unwrap();
     let setup = Setup::open(config, &|_, _| {}).expect("setup");
     let backend = CpuBackend::new(Some(2)).unwrap();
     let (recorder, events) = Recorder::channel(100_000);
     let cancel = Cancel::new();
-    before(&cancel);
+    before(&cancel, dir.path());
     let options = Options {
         run_dir: dir.path().into(),
         resume,
         build_id: "test".into(),
         command_line: vec!["test".into()],
         grace: Duration::from_secs(5),
+        on_stuck: |names, cause| panic!("{names:?} did not come back after: {cause}"),
     };
     let outcome = train(&setup, &backend, &options, &recorder, &cancel);
     drop(recorder);
@@ -108,7 +109,7 @@ fn largest_difference(a: &Loaded, b: &Loaded) -> f32 {
 
 #[test]
 fn two_runs_of_one_seed_are_equal_bit_for_bit_and_the_loss_falls() {
-    let (a, b) = (run(config(&[]), vec![], |_| {}), run(config(&["pipeline.targets=[0, 1]", "pipeline.threads=1"]), vec![], |_| {}));
+    let (a, b) = (run(config(&[]), vec![], |_, _| {}), run(config(&["pipeline.targets=[0, 1]", "pipeline.threads=1"]), vec![], |_, _| {}));
     assert_eq!(a.ok().steps, 6);
     assert_eq!(tensors(&a.final_state()), tensors(&b.final_state()), "a second target and another thread count change no bit");
     let losses = a.losses();
@@ -121,8 +122,8 @@ fn two_runs_of_one_seed_are_equal_bit_for_bit_and_the_loss_falls() {
 
 #[test]
 fn one_and_two_drafters_give_the_same_weights_to_rounding() {
-    let one = run(config(&[]), vec![], |_| {});
-    let two = run(config(&["pipeline.drafters=[0, 1]"]), vec![], |_| {});
+    let one = run(config(&[]), vec![], |_, _| {});
+    let two = run(config(&["pipeline.drafters=[0, 1]"]), vec![], |_, _| {});
     two.ok();
     let difference = largest_difference(&one.final_state(), &two.final_state());
     // Adam turns a gradient below rounding noise into a step of up to lr; six steps of at most 2e-3 bound what rounding may do to such an entry.
@@ -130,46 +131,104 @@ fn one_and_two_drafters_give_the_same_weights_to_rounding() {
     for (a, b) in one.losses().iter().zip(two.losses()) {
         assert!((a - b).abs() < 2e-5 * a.abs(), "{a} {b}");
     }
-    let other_data = run(config(&["seed=12"]), vec![], |_| {});
+    let other_data = run(config(&["seed=12"]), vec![], |_, _| {});
     assert!(largest_difference(&one.final_state(), &other_data.final_state()) > 1e-2, "the comparison can fail");
 }
 
 #[test]
 fn a_resumed_run_ends_with_the_same_bits_whatever_the_number_of_targets() {
-    let whole = run(config(&[]), vec![], |_| {});
+    let whole = run(config(&[]), vec![], |_, _| {});
     for step in [2u64, 4] {
         let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(step));
-        let rest = run(config(&["pipeline.targets=[0, 1]"]), vec![from], |_| {});
+        let rest = run(config(&["pipeline.targets=[0, 1]"]), vec![from], |_, _| {});
         assert_eq!(rest.ok().steps, 6);
         assert_eq!(rest.losses().len() as u64, 6 - step);
         assert_eq!(tensors(&whole.final_state()), tensors(&rest.final_state()), "resumed after step {step}");
     }
-    let other = run(config(&["seed=12"]), vec![whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2))], |_| {});
+    let other = run(config(&["seed=12"]), vec![whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2))], |_, _| {});
     assert!(other.outcome.unwrap_err().to_string().contains("seed 11"), "another seed is another run");
 }
 
 #[test]
 fn a_stop_request_saves_and_the_rest_resumes_to_the_same_bits() {
-    let whole = run(config(&[]), vec![], |_| {});
-    let stopped = run(config(&["checkpoint.every=0"]), vec![], |cancel| {
-        cancel.request_stop("SIGTERM");
+    let long = ["optimizer.steps=40", "eval.every=7"];
+    let whole = run(config(&long), vec![], |_, _| {});
+    let stopped = run(config(&[long[0], long[1], "checkpoint.every=1"]), vec![], |cancel, dir| {
+        let (cancel, saves) = (cancel.clone(), dir.join("checkpoints"));
+        std::thread::spawn(move || {
+            // After the first save, so that there is something to go on from whatever the stop itself does.
+            while checkpoint::list(&saves).is_empty() {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            cancel.request_stop("SIGTERM");
+        });
     });
     assert_eq!(stopped.ok().stopped.as_deref(), Some("SIGTERM"));
-    assert_eq!(stopped.ok().steps, 1);
+    assert!((1..40).contains(&stopped.ok().steps), "{}", stopped.ok().steps);
     assert!(stopped.ok().exports.is_empty());
     let from = stopped.ok().checkpoint.clone().expect("a stop saves");
-    let rest = run(config(&[]), vec![from], |_| {});
+    assert!(from.ends_with(checkpoint::folder_name(stopped.ok().steps)));
+    let rest = run(config(&long), vec![from], |_, _| {});
     assert_eq!(tensors(&whole.final_state()), tensors(&rest.final_state()));
+}
+
+#[test]
+fn a_stop_before_the_gate_ends_the_run_at_once() {
+    let ran = run(config(&[]), vec![], |cancel, _| drop(cancel.request_stop("SIGTERM")));
+    let error = ran.outcome.as_ref().unwrap_err();
+    assert_eq!(error.kind(), drafthorse_train::pipeline::cancel::Kind::Stopped, "{error}");
+    assert!(error.to_string().contains("before the first step"), "{error}");
+    assert!(ran.losses().is_empty());
+}
+
+#[test]
+fn a_launch_from_an_earlier_step_leaves_the_later_checkpoints_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    let go = |overrides: &[&str], resume: Vec<PathBuf>| {
+        let setup = Setup::open(config(overrides), &|_, _| {}).expect("setup");
+        let (recorder, events) = Recorder::channel(100_000);
+        let options = Options {
+            run_dir: dir.path().into(),
+            resume,
+            build_id: "test".into(),
+            command_line: vec![],
+            grace: Duration::from_secs(5),
+            on_stuck: |_, _| {},
+        };
+        let outcome = train(&setup, &CpuBackend::new(Some(2)).unwrap(), &options, &recorder, &Cancel::new());
+        drop(recorder);
+        (outcome, events.try_iter().map(|s| s.event).collect::<Vec<_>>())
+    };
+    go(&[], vec![]).0.unwrap();
+    let root = dir.path().join("checkpoints");
+    let first = tensors(&Loaded::open(&checkpoint::newest(&root).unwrap()).unwrap());
+    let (outcome, events) = go(&["optimizer.lr=1e-4"], vec![root.join(checkpoint::folder_name(2))]);
+    assert_eq!(outcome.unwrap().checkpoint.unwrap(), root.join(checkpoint::folder_name(6)));
+    assert!(events.iter().any(|e| matches!(e, Event::Warning(w) if w.code == "superseded")));
+    let second = tensors(&Loaded::open(&root.join(checkpoint::folder_name(6))).unwrap());
+    assert!(first != second, "the newest checkpoint is the new launch's");
+    let aside = std::fs::read_dir(&root).unwrap().flatten().filter(|e| e.file_name().to_string_lossy().starts_with("superseded-")).count();
+    assert!(aside >= 2, "{aside}");
+}
+
+#[test]
+fn a_config_that_changes_the_batches_is_not_the_same_run() {
+    let whole = run(config(&[]), vec![], |_, _| {});
+    let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2));
+    for (key, what) in [("batch.token_budget=640", "batch.token_budget"), ("batch.anchors=4", "batch.anchors"), ("eval.held_out={ rows = 3 }", "eval.held_out")] {
+        let error = run(config(&[key]), vec![from.clone()], |_, _| {}).outcome.unwrap_err().to_string();
+        assert!(error.contains(what), "{key}: {error}");
+    }
 }
 
 #[test]
 fn a_sweep_trains_each_variant_as_if_it_were_alone() {
     let text = config(&["pipeline.drafters=[0, 1]"]).to_toml()
         + "\n[[sweep]]\nname = \"deep\"\ndrafter = { layers = 2, target_layer_ids = [1, 3] }\n[[sweep]]\nname = \"plain\"\n";
-    let both = run(RunConfig::parse(&text, "sweep", &[]).unwrap(), vec![], |_| {});
+    let both = run(RunConfig::parse(&text, "sweep", &[]).unwrap(), vec![], |_, _| {});
     both.ok();
-    let deep = run(config(&["drafter.layers=2", "drafter.target_layer_ids=[1, 3]"]), vec![], |_| {});
-    let plain = run(config(&[]), vec![], |_| {});
+    let deep = run(config(&["drafter.layers=2", "drafter.target_layer_ids=[1, 3]"]), vec![], |_, _| {});
+    let plain = run(config(&[]), vec![], |_, _| {});
     for (name, alone) in [("deep", &deep), ("plain", &plain)] {
         let swept = Loaded::open(&checkpoint::newest(&both.dir.path().join(name)).unwrap()).unwrap();
         assert_eq!(tensors(&swept), tensors(&alone.final_state()), "variant {name}");
@@ -178,10 +237,10 @@ fn a_sweep_trains_each_variant_as_if_it_were_alone() {
 
 #[test]
 fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
-    let ran = run(config(&["optimizer.lr=1e30", "optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]), vec![], |_| {});
+    let ran = run(config(&["optimizer.lr=1e30", "optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]), vec![], |_, _| {});
     assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
     let skipped = ran.events.iter().filter(|e| matches!(e, Event::Step(s) if s.skipped)).count();
-    assert!(skipped >= 2, "{skipped} skipped steps were recorded");
+    assert_eq!(skipped, 3, "every skipped step is recorded, the last one too");
     for (_, path) in checkpoint::list(&ran.dir.path().join("checkpoints")) {
         let loaded = Loaded::open(&path).unwrap();
         for (name, bytes) in tensors(&loaded) {

@@ -69,6 +69,7 @@ pub fn run(config: RunConfig) -> (TempDir, Vec<Event>) {
         build_id: "seed".into(),
         command_line: vec!["seed".into()],
         grace: Duration::from_secs(30),
+        on_stuck: |names, cause| panic!("{names:?} did not come back after: {cause}"),
     };
     train(&setup, &backend, &options, &recorder, &Cancel::new()).expect("the run ends well");
     drop(recorder);

@@ -33,7 +33,7 @@ fn no_batch_makes_anything_grow_or_depends_on_the_one_before() {
     let source = FrozenSource { target: &setup.target, draft: Some(&variant.draft) };
     let exec = backend.executor(0, Arc::clone(&program.program), &source, &mut |_, _| {}).unwrap();
     let mut drafter = Drafter::new(exec, program);
-    drafter.initialise(1).unwrap();
+    drafter.initialise(1, 0.02).unwrap();
     let mut slot = drafter.exec().new_slot().unwrap();
     target_exec.prepare().unwrap();
     drafter.exec().prepare().unwrap();
@@ -45,7 +45,7 @@ fn no_batch_makes_anything_grow_or_depends_on_the_one_before() {
         let batch = Arc::new(batch);
         capture(&mut target_exec, &pass.pass, &batch, &mut slot).unwrap();
         drafter.begin_step().unwrap();
-        drafter.train_batch(&batch, &slot).unwrap();
+        drafter.train_batch(&batch, &slot, &mut || {}).unwrap();
         let tally = drafter.tally().unwrap();
         let report = drafter.optimize(0.0).unwrap();
         assert_eq!(target_exec.held_bytes(), target_bytes);

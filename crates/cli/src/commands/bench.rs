@@ -101,7 +101,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
         capture(&mut capturing, &target.pass, &batch, &mut slot)?;
         let captured = begun.elapsed().as_secs_f64();
         drafter.begin_step()?;
-        drafter.train_batch(&batch, &slot)?;
+        drafter.train_batch(&batch, &slot, &mut || {})?;
         drafter.optimize(setup.config.optimizer.lr)?;
         drafter.tally()?;
         if repeat > 0 {
@@ -110,6 +110,8 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
         }
         progress.update(u64::from(repeat) + 1, u64::from(args.repeats) + 1, || seconds(begun.elapsed().as_secs_f64()));
     }
+    // Before the ceiling is measured, whose buffers are not the step's.
+    let peak_resident_bytes = peak_resident_bytes();
     let (useful, products) = work(&program, &batch);
     let ceiling = backend.pool().install(|| ceiling(&products));
     drop(progress);
@@ -127,7 +129,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
         share_of_ceiling: rate / ceiling,
         planned_bytes: planned,
         held_bytes: held,
-        peak_resident_bytes: peak_resident_bytes(),
+        peak_resident_bytes,
     };
     screen.say(format!(
         "batch      {} tokens, {} blocks, {} supervised rows\ntarget     {} a forward\ndrafter    {} a step, {:.1} GFLOP/s useful\nceiling    {:.1} GFLOP/s: the step's own matrix products alone; share {:.1} %\nmemory     {} planned for the drafter, {} held; {} resident at most, target and files included",

@@ -17,6 +17,7 @@ use clap::Args;
 use drafthorse_data::table::StartTable;
 use drafthorse_telemetry::{Event, Step, Subscription};
 use drafthorse_train::config::RunConfig;
+use drafthorse_train::frozen::Backend;
 use drafthorse_train::pipeline::cancel::Cancel;
 use drafthorse_train::run::Outcome;
 use drafthorse_train::setup::Setup;
@@ -55,14 +56,26 @@ const SAMPLED_BATCHES: u64 = 32;
 /// Runs the command.
 pub fn run(args: &Train, screen: Screen) -> Result<Exit, Failure> {
     let config = load_config(&args.config, &args.overrides)?;
+    #[cfg(feature = "cuda")]
+    if config.pipeline.device == "cuda" {
+        let backend = crate::launch::cuda_backend(&config)?;
+        return run_on(args, config, &backend, screen);
+    }
     let backend = backend(&config)?;
+    run_on(args, config, &backend, screen)
+}
+
+fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Screen) -> Result<Exit, Failure> {
     let stamp = chrono::Local::now().format("%Y%m%d-%H%M%S").to_string();
     let chosen = choose(&config, args.resume.as_deref(), &stamp)?;
     let progress = Progress::new(screen, "index");
     let setup = Setup::open(config, &|done, total| progress.update(done, total, || format!("{} bytes", count(done))))?;
     drop(progress);
     banner(&setup, &chosen.dir, chosen.step, screen)?;
-    check_memory(&setup)?;
+    // A GPU refuses what does not fit when its arenas are allocated, before the gate.
+    if setup.config.pipeline.device == "cpu" {
+        check_memory(&setup)?;
+    }
     std::fs::create_dir_all(&chosen.dir).map_err(|e| Failure::file("make", &chosen.dir, &e))?;
     check_disk(&setup, &chosen.dir)?;
     if args.dry_run {
@@ -77,7 +90,7 @@ pub fn run(args: &Train, screen: Screen) -> Result<Exit, Failure> {
     let run_id = format!("{stamp}-{}", std::process::id());
     let (total, dir, resumed_from) = (setup.total_steps, chosen.dir.clone(), chosen.step);
     let what = Launch { setup: &setup, run_dir: chosen.dir, resume: chosen.resume, resumed_from, run_id };
-    let outcome = launch(what, &backend, &cancel, |events| follow(&events, total, screen))?;
+    let outcome = launch(what, backend, &cancel, |events| follow(&events, total, screen))?;
     signals.end();
     finish(&outcome, &setup.config, &dir, screen)
 }

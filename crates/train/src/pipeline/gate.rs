@@ -351,6 +351,7 @@ impl Entrant {
     /// [`GateError::Backwards`] for an earlier phase than before; [`GateError::Cancelled`] once the run is cancelled.
     pub fn report(&self, phase: Phase, progress: f32, text: impl Into<String>) -> Result<(), GateError> {
         let shared = &self.gate.0;
+        self.stop_if_asked();
         shared.cancel.check()?;
         let mut state = lock(&shared.state);
         let now = shared.board.now_ns();
@@ -384,12 +385,22 @@ impl Entrant {
         Ok(())
     }
 
+    /// Before the gate there is nothing to save: a request to stop ends the run at once instead of after its first step.
+    fn stop_if_asked(&self) {
+        let cancel = &self.gate.0.cancel;
+        if let (Some(why), false) = (cancel.stop_requested(), cancel.is_cancelled()) {
+            let text = format!("{why} before the first step; nothing was trained");
+            cancel.cancel(Cause::new(Kind::Stopped, self.station.name(), text));
+        }
+    }
+
     /// Says that the worker is ready and waits until everybody is. Going through is progress, and the worker is idle until it says otherwise.
     ///
     /// # Errors
     /// [`Cancelled`] if the run is cancelled before the gate opens.
     pub fn pass(mut self) -> Result<(), Cancelled> {
         self.passed = true;
+        self.stop_if_asked();
         let shared = self.gate.0.clone();
         {
             let mut state = lock(&shared.state);
