@@ -56,13 +56,25 @@ pub fn shuttle() -> Done {
     call(test.env("RUSTFLAGS", "--cfg shuttle").env("CARGO_TARGET_DIR", target))
 }
 
+/// Kills a run of the real binary `n` times and compares what resumed with one that was never killed.
+pub fn kills(n: &str) -> Done {
+    n.parse::<u32>().map_err(|_| format!("`{n}` is no number of kills"))?;
+    call(
+        cargo(&["test", "--release", "--package", "drafthorse", "--test", "kills", "--", "--nocapture"])
+            .env("DRAFTHORSE_KILLS", n),
+    )
+}
+
 /// The compiler's wheels: driver 580 runs what 13.0 makes.
-const TOOLKIT: [&str; 5] = [
+const TOOLKIT: [&str; 7] = [
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
     "nvidia-cuda-crt==13.0.88",
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
+    // The disassembler, with which a test of crates/cuda looks for tensor-core instructions and spills.
+    "nvidia-cuda-cuobjdump==13.2.51",
+    "nvidia-cuda-nvdisasm==13.2.51",
 ];
 
 /// Installs the compiler into `.cuda`, a virtual environment, where the build of crates/cuda looks for it.

@@ -18,6 +18,7 @@ usage: cargo xtask <chore>
   shuttle            the pipeline under a model checker that chooses the schedules
   cuda-toolkit       put nvcc into .cuda (no driver or GPU is needed)
   cuda-kernels       compile every CUDA kernel for every architecture (needs no GPU)
+  kills [N]          kill a run N times (20) at random moments; what resumes must end with the same bits
   test-gpu           the tests of crates/cuda, on a machine that must have a GPU";
 
 fn main() -> ExitCode {
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         ["shuttle"] => chores::shuttle(),
         ["cuda-toolkit"] => chores::cuda_toolkit(),
         ["cuda-kernels"] => chores::cuda_kernels(),
+        ["kills"] => chores::kills("20"),
+        ["kills", n] => chores::kills(n),
         ["test-gpu"] => chores::test_gpu(),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");

@@ -55,16 +55,21 @@ fn unsafety(path: &str, text: &str) -> Vec<Finding> {
     let code = code_only(text);
     let lines: Vec<&str> = text.lines().collect();
     let mut findings = Vec::new();
-    for (i, line) in code.lines().enumerate() {
-        if !has_word(line, "unsafe") {
-            continue;
-        }
+    for (i, line) in code.lines().enumerate().filter(|(_, line)| has_word(line, "unsafe")) {
         if !UNSAFE_ROOMS.iter().any(|room| path.starts_with(room)) {
             findings.push(Finding::at(path, i, format!("`unsafe` is for {} alone", UNSAFE_ROOMS.join(" and "))));
-        } else if !line.contains("unsafe fn") && !explained(&lines, i) {
-            findings.push(Finding::at(path, i, "say in `// SAFETY:` right above why this is sound"));
-        } else if line.contains("unsafe fn") && line.trim_end().ends_with('{') && !documented(&lines, i) {
-            findings.push(Finding::at(path, i, "an unsafe function says in `# Safety` what its caller must hold to"));
+            continue;
+        }
+        // The type of a pointer to an unsafe function claims nothing.
+        match line.split_once("unsafe fn") {
+            Some((_, rest)) if rest.starts_with('(') => {}
+            Some(_) if !documented(&lines, i) => {
+                findings.push(Finding::at(path, i, "an unsafe function says in `# Safety` what its caller must hold to"));
+            }
+            None if !explained(&lines, i) => {
+                findings.push(Finding::at(path, i, "say in `// SAFETY:` right above why this is sound"))
+            }
+            _ => {}
         }
     }
     findings
@@ -207,7 +212,9 @@ mod tests {
         let stale = "//! J.\n// SAFETY: f holds.\nlet y = 1;\nlet x = unsafe { f() };\n";
         assert_eq!(found("crates/cuda/src/a.rs", stale).len(), 1);
         assert!(found("crates/cuda/src/a.rs", "//! J.\npub unsafe fn f() {\n}\n")[0].contains("# Safety"));
-        assert_eq!(found("crates/cuda/src/a.rs", "//! J.\n/// # Safety\n/// x\npub unsafe fn f() {\n}\n"), Vec::<String>::new());
+        for fine in ["/// # Safety\n/// x\npub unsafe fn f() {\n}\n", "fn f(get: unsafe fn(u32) -> u32) {}\n"] {
+            assert_eq!(found("crates/cuda/src/a.rs", &format!("//! J.\n{fine}")), Vec::<String>::new());
+        }
     }
 
     #[test]
