@@ -8,9 +8,9 @@ use crate::exit::{Exit, Failure, exit_of_cause};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
 use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
+use drafthorse_train::checkpoint::Meta;
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::{Backend, CpuBackend};
-use drafthorse_train::checkpoint::Meta;
 use drafthorse_train::pipeline::cancel::{Cancel, Cause};
 use drafthorse_train::run::{Options, Outcome, first_meta, train};
 use drafthorse_train::setup::Setup;
@@ -90,7 +90,11 @@ pub fn config_hash(config: &RunConfig) -> String {
 /// Threads that hang in a driver or on a dead disk cannot be joined: says who, and ends the process.
 fn end_stuck(names: &[String], cause: &Cause) {
     eprintln!("error: {cause}");
-    eprintln!("  {} did not come back within {} s and cannot be waited for; checkpoints on disk are intact", names.join(", "), GRACE.as_secs());
+    eprintln!(
+        "  {} did not come back within {} s and cannot be waited for; checkpoints on disk are intact",
+        names.join(", "),
+        GRACE.as_secs()
+    );
     std::process::exit(i32::from(exit_of_cause(cause).code()));
 }
 

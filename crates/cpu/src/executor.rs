@@ -8,7 +8,9 @@ use crate::{attention, elementwise, linear, loss, norm, optim};
 use drafthorse_graph::dtype::round_bf16;
 use drafthorse_graph::op::{Access, Op};
 use drafthorse_graph::plan::Region;
-use drafthorse_graph::{DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId};
+use drafthorse_graph::{
+    DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId,
+};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -100,10 +100,15 @@ pub fn pick_tokens(op: &PickTokens, program: &Program, views: &mut Views<'_>) {
                 *drawn = best as i32;
                 return;
             }
-            let mass = |v: usize| exp((z[v] - first) / temperature);
-            let total: f32 = (0..vocab).map(mass).sum();
-            *prob = probe.map_or(0.0, |v| mass(v) / total);
-            let open = total - probe.map_or(0.0, mass);
+            // Masses of the rest are relative to the rest's own largest logit. Relative to a probe that holds nearly everything they would
+            // be lost to rounding, as a difference from the whole, or below the smallest float.
+            let base = if probe == Some(best) { second } else { first };
+            let mass = |v: usize| exp((z[v] - base) / temperature);
+            let open: f32 = (0..vocab).filter(|&v| Some(v) != probe).map(mass).sum();
+            *prob = probe.map_or(0.0, |v| {
+                let own = exp((z[v] - first) / temperature);
+                own / (own + open * exp((base - first) / temperature))
+            });
             let threshold = uniform * open;
             let mut seen = 0.0;
             // Rounding can leave the threshold above the last partial sum: the last token with mass is then the draw.

@@ -53,7 +53,9 @@ pub enum CheckpointError {
         todo: String,
     },
     /// A weight is not finite.
-    #[error("weight `{tensor}` has an element that is not finite after step {step}; no checkpoint was written\n  the checkpoints before it are intact: resume from one with a lower learning rate")]
+    #[error(
+        "weight `{tensor}` has an element that is not finite after step {step}; no checkpoint was written\n  the checkpoints before it are intact: resume from one with a lower learning rate"
+    )]
     NotFinite {
         /// The tensor.
         tensor: String,
@@ -333,7 +335,10 @@ impl Meta {
         }
         if (self.global_batch, self.seed) != (wanted.global_batch, wanted.seed) {
             return mismatch(
-                format!("it has global_batch {} and seed {}, the config {} and {}", self.global_batch, self.seed, wanted.global_batch, wanted.seed),
+                format!(
+                    "it has global_batch {} and seed {}, the config {} and {}",
+                    self.global_batch, self.seed, wanted.global_batch, wanted.seed
+                ),
                 "both decide which batch comes next: use the checkpoint's",
             );
         }
@@ -341,7 +346,10 @@ impl Meta {
         let differs = self.batches.keys().chain(wanted.batches.keys()).find(|k| self.batches.get(*k) != wanted.batches.get(*k));
         if let Some(key) = differs {
             let (mine, theirs) = (self.batches.get(key).unwrap_or(&nothing), wanted.batches.get(key).unwrap_or(&nothing));
-            return mismatch(format!("it has {key} = {mine}, the config {theirs}"), "this key decides which batch comes next: use the checkpoint's");
+            return mismatch(
+                format!("it has {key} = {mine}, the config {theirs}"),
+                "this key decides which batch comes next: use the checkpoint's",
+            );
         }
         if self.total_steps != wanted.total_steps {
             return mismatch(

@@ -426,7 +426,8 @@ impl RunConfig {
 
     fn checked(mut self) -> Result<RunConfig, ConfigError> {
         if let Some(index) = self.pipeline.device.strip_prefix("cuda:") {
-            let gpu: u32 = index.parse().map_err(|_| value("pipeline.device", format!("`cuda:{index}` names no GPU"), "write cuda:0"))?;
+            let gpu: u32 =
+                index.parse().map_err(|_| value("pipeline.device", format!("`cuda:{index}` names no GPU"), "write cuda:0"))?;
             (self.pipeline.targets, self.pipeline.drafters) = (vec![gpu], vec![gpu]);
             self.pipeline.device = "cuda".into();
         }
@@ -452,13 +453,21 @@ impl RunConfig {
         }
         let d = &self.drafter;
         if let Some(layer) = d.sliding_layers.iter().flatten().find(|l| **l >= d.layers) {
-            return Err(value("drafter.sliding_layers", format!("there is no layer {layer} of {}", d.layers), "layers count from 0"));
+            return Err(value(
+                "drafter.sliding_layers",
+                format!("there is no layer {layer} of {}", d.layers),
+                "layers count from 0",
+            ));
         }
         if d.features.is_some() && d.target_layer_ids.is_some() {
             return Err(value("drafter.features", "target_layer_ids says it already".into(), "keep one of the two"));
         }
         if o.steps == Some(0) {
-            return Err(value("optimizer.steps", "0 steps train nothing".into(), "set at least 1, or leave it out and set epochs"));
+            return Err(value(
+                "optimizer.steps",
+                "0 steps train nothing".into(),
+                "set at least 1, or leave it out and set epochs",
+            ));
         }
         let positive = |x: f32| x.is_finite() && x > 0.0;
         let betas = o.betas.iter().all(|b| (0.0..1.0).contains(b));
@@ -468,7 +477,11 @@ impl RunConfig {
             return Err(value("optimizer", what, "betas lie in [0, 1), eps and clip are above 0, weight_decay is not negative"));
         }
         if p.targets.is_empty() || p.drafters.is_empty() {
-            return Err(value("pipeline.targets", "a run needs a target and a drafter".into(), "e.g. targets = [0], drafters = [0]"));
+            return Err(value(
+                "pipeline.targets",
+                "a run needs a target and a drafter".into(),
+                "e.g. targets = [0], drafters = [0]",
+            ));
         }
         if !(o.lr.is_finite() && o.lr > 0.0) {
             return Err(value("optimizer.lr", format!("{} is no learning rate", o.lr), "6e-4 is usual"));
@@ -480,7 +493,10 @@ impl RunConfig {
             return Err(value("optimizer.warmup", format!("{} is no share of the run", o.warmup), "0.04 is usual"));
         }
         let names: std::collections::BTreeSet<&str> = self.sweep.iter().map(|v| v.name.as_str()).collect();
-        let plain = |n: &str| n.starts_with(|c: char| c.is_ascii_alphanumeric()) && n.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+        let plain = |n: &str| {
+            n.starts_with(|c: char| c.is_ascii_alphanumeric())
+                && n.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        };
         if names.len() != self.sweep.len() || !names.iter().all(|n| plain(n)) {
             let todo = "each variant has its own folder: give every one a name of its own, of letters, digits, `-`, `_` and `.`";
             return Err(value("sweep.name", format!("{:?}", self.sweep.iter().map(|v| &v.name).collect::<Vec<_>>()), todo));
@@ -549,7 +565,8 @@ mod tests {
 
     #[test]
     fn an_unknown_key_names_the_nearest() {
-        let error = RunConfig::parse("target = \"t\"\ndata = \"d\"\n[drafter]\nlayer = 3\n", "x.toml", &[]).unwrap_err().to_string();
+        let error =
+            RunConfig::parse("target = \"t\"\ndata = \"d\"\n[drafter]\nlayer = 3\n", "x.toml", &[]).unwrap_err().to_string();
         assert!(error.contains("x.toml") && error.contains("line 4") && error.contains("did you mean `layers`"), "{error}");
         let error = RunConfig::parse(SMALL, "x.toml", &["optimizer.wramup=0.1".into()]).unwrap_err().to_string();
         assert!(error.contains("did you mean `warmup`"), "{error}");
@@ -587,7 +604,9 @@ mod tests {
 
     #[test]
     fn sweep_variants_merge_and_keep_the_batches_common() {
-        let text = format!("{SMALL}[pipeline]\ndrafters = [0, 1]\n[[sweep]]\nname = \"a\"\ndrafter = {{ layers = 1 }}\n[[sweep]]\nname = \"b\"\noptimizer = {{ lr = 0.1 }}\n");
+        let text = format!(
+            "{SMALL}[pipeline]\ndrafters = [0, 1]\n[[sweep]]\nname = \"a\"\ndrafter = {{ layers = 1 }}\n[[sweep]]\nname = \"b\"\noptimizer = {{ lr = 0.1 }}\n"
+        );
         let config = RunConfig::parse(&text, "s.toml", &[]).unwrap();
         let variants = config.variants().unwrap();
         assert_eq!((variants[0].1.drafter.layers, variants[1].1.drafter.layers), (1, 3));

@@ -51,7 +51,7 @@ pub fn decode_program(act: DType, target: &TargetConfig, draft: &DraftConfig, ma
 pub struct Request<'a> {
     /// Prompt tokens, at least one.
     pub prompt: &'a [u32],
-    /// Tokens to emit at most, the prefill's own included.
+    /// Tokens to emit at most, the prefill's own included. [`Decoder::max_tokens`] bounds prompt and completion together.
     pub max_new_tokens: usize,
     /// 0 is greedy.
     pub temperature: f32,
@@ -92,7 +92,8 @@ pub struct Completion {
     pub emitted: Vec<Emitted>,
     /// Tokens emitted by each verify pass.
     pub per_pass: Vec<usize>,
-    /// Drafts accepted in slot k (index k-1), over verify passes.
+    /// Drafts of slot k (index k-1) that were accepted and emitted, over verify passes. What a stop token or the limit cuts off does not count, as
+    /// it does not in τ: tokens of verify passes less these are the target's own.
     pub accepted: Vec<u64>,
     /// True when a stop token ended it.
     pub stopped: bool,
@@ -169,6 +170,9 @@ impl<E: Executor> Decoder<E> {
     ///
     /// # Errors
     /// When the device fails.
+    ///
+    /// # Panics
+    /// When the prompt is empty or longer than [`Decoder::max_tokens`].
     pub fn speculate(&mut self, request: &Request<'_>) -> Result<Completion, ExecError> {
         self.complete(request, true)
     }
@@ -177,6 +181,9 @@ impl<E: Executor> Decoder<E> {
     ///
     /// # Errors
     /// When the device fails.
+    ///
+    /// # Panics
+    /// As [`Decoder::speculate`].
     pub fn plain(&mut self, request: &Request<'_>) -> Result<Completion, ExecError> {
         self.complete(request, false)
     }
@@ -184,7 +191,9 @@ impl<E: Executor> Decoder<E> {
     fn complete(&mut self, request: &Request<'_>, drafts: bool) -> Result<Completion, ExecError> {
         let block = self.program.block;
         let (last, head) = request.prompt.split_last().expect("a prompt has at least one token");
-        let limit = request.max_new_tokens.min((self.max_tokens() + 1).saturating_sub(request.prompt.len()));
+        let room =
+            self.max_tokens().checked_sub(request.prompt.len()).expect("the decoder was declared for prompts of this length");
+        let limit = request.max_new_tokens.min(room);
         let mut completion = Completion { accepted: vec![0; block - 1], ..Completion::default() };
         if limit == 0 {
             return Ok(completion);

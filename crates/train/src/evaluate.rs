@@ -166,7 +166,9 @@ enum Difference {
 }
 
 fn compare(a: &Completion, b: &Completion) -> Difference {
-    let Some(at) = (0..a.emitted.len().max(b.emitted.len())).find(|&i| a.emitted.get(i).map(|e| e.token) != b.emitted.get(i).map(|e| e.token)) else {
+    let Some(at) = (0..a.emitted.len().max(b.emitted.len()))
+        .find(|&i| a.emitted.get(i).map(|e| e.token) != b.emitted.get(i).map(|e| e.token))
+    else {
         return Difference::None;
     };
     let tie = |e: Option<&crate::decode::Emitted>| e.is_some_and(|e| is_tie(e.top2));

@@ -63,7 +63,9 @@ impl TargetFiles {
         let config = TargetConfig::open(folder)?;
         let (checkpoint, extra) = Checkpoint::open_target(folder, &config)?;
         let mut notices = config.warnings.clone();
-        notices.extend(extra.iter().map(|e| format!("{} tensors `{}` of the target are not used ({} bytes)", e.count, e.pattern, e.bytes)));
+        notices.extend(
+            extra.iter().map(|e| format!("{} tensors `{}` of the target are not used ({} bytes)", e.count, e.pattern, e.bytes)),
+        );
         let sources = target_sources(&config);
         Ok(TargetFiles { folder: folder.to_path_buf(), config, checkpoint, sources, notices })
     }

@@ -25,8 +25,8 @@ use drafthorse_data::batch::Batch;
 use drafthorse_graph::Executor;
 use drafthorse_models::draft_json::Format;
 use drafthorse_models::export::Verifier;
-use drafthorse_telemetry::{Event, Export, HeldOut, Step};
 use drafthorse_telemetry::Recorder;
+use drafthorse_telemetry::{Event, Export, HeldOut, Step};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -214,7 +214,8 @@ pub fn drafter_loop<B: Backend>(
     let variant = &setup.variants[index];
     entrant.report(Phase::Plan, 1.0, "training passes")?;
     let (act, target) = (shared.backend.act(), &setup.target.config);
-    let program = drafter_program(act, target, &variant.draft, &setup.captured, setup.train_shape(), adam_config(&variant.config));
+    let program =
+        drafter_program(act, target, &variant.draft, &setup.captured, setup.train_shape(), adam_config(&variant.config));
     entrant.report(Phase::Arenas, 0.0, "arena, slots")?;
     let source = FrozenSource { target: &setup.target, draft: Some(&variant.draft) };
     let exec = shared.backend.executor(at.device, Arc::clone(&program.program), &source, &mut |done, all| {
@@ -231,7 +232,8 @@ pub fn drafter_loop<B: Backend>(
     match (loaded, &variant.config.drafter.init_from) {
         (Some(loaded), _) => {
             restore(&mut drafter, &loaded)?;
-            meta = Meta { build_id: meta.build_id, command_line: meta.command_line, drafters: meta.drafters, ..loaded.meta.clone() };
+            meta =
+                Meta { build_id: meta.build_id, command_line: meta.command_line, drafters: meta.drafters, ..loaded.meta.clone() };
         }
         (None, Some(folder)) => {
             for (name, values) in load_folder(folder, &variant.draft)? {
@@ -407,8 +409,7 @@ impl<B: Backend> Worker<'_, B> {
         let sum = |f: fn(&Vote) -> u64| votes.iter().map(f).sum::<u64>();
         let seconds = self.last_step.elapsed().as_secs_f64();
         let layout = shared.conveyor.layout();
-        let pipeline =
-            self.stages.sample(shared.board, &shared.conveyor.counters(), layout.queue_depth, layout.slots_per_pool());
+        let pipeline = self.stages.sample(shared.board, &shared.conveyor.counters(), layout.queue_depth, layout.slots_per_pool());
         shared.recorder.record(Event::Step(Step {
             step: step + 1,
             epoch: u64::from(round.epoch),

@@ -16,8 +16,8 @@ use crate::pipeline::gate::{Gate, GateEvent, Limits, Phase, Role};
 use crate::pipeline::layout::{Assignment, Layout, Mode};
 use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
 use crate::setup::Setup;
-use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
 use drafthorse_telemetry::Recorder;
+use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,7 +64,9 @@ pub enum RunFailure {
     #[error(transparent)]
     Run(#[from] RunError),
     /// Too many steps in a row were not finite.
-    #[error("{0}\n  resume from an earlier checkpoint with a lower optimizer.lr, or look for broken rows with `drafthorse inspect`")]
+    #[error(
+        "{0}\n  resume from an earlier checkpoint with a lower optimizer.lr, or look for broken rows with `drafthorse inspect`"
+    )]
     Diverged(RunError),
     /// What to resume from cannot be.
     #[error(transparent)]
@@ -138,13 +140,15 @@ pub fn train<B: Backend>(
     for variant in &setup.variants {
         let root = variant_dir(&options.run_dir, variant.name.as_deref()).join("checkpoints");
         for path in checkpoint::tidy_for_launch(&root, start_step)? {
-            let text = format!("a checkpoint of a step after {start_step} was moved to {}: this launch goes another way", path.display());
+            let text = format!(
+                "a checkpoint of a step after {start_step} was moved to {}: this launch goes another way",
+                path.display()
+            );
             recorder.warn("superseded", text);
         }
     }
-    let loaded: Mutex<Vec<Option<Arc<Loaded>>>> = Mutex::new(
-        options.resume.iter().map(|p| Ok(Some(Arc::new(Loaded::open(p)?)))).collect::<Result<_, CheckpointError>>()?,
-    );
+    let loaded: Mutex<Vec<Option<Arc<Loaded>>>> =
+        Mutex::new(options.resume.iter().map(|p| Ok(Some(Arc::new(Loaded::open(p)?)))).collect::<Result<_, CheckpointError>>()?);
     let p = &setup.config.pipeline;
     let sweep = setup.variants[0].name.is_some();
     let layout = Layout {
@@ -186,16 +190,14 @@ pub fn train<B: Backend>(
         watchdog: Watchdog::new(&board, cancel, Duration::from_secs(p.stall_s)).with_gate(&gate),
         every: Duration::from_millis(200),
         grace,
-        on_alarm: Box::new(|alarm| {
-            match alarm {
-                Alarm::Stalled(cause) => {
-                    recorder.warn("stalled", format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()));
-                }
-                Alarm::NotComingBack(names) => {
-                    recorder.warn("stuck", format!("still waiting for {} after {grace:?}", names.join(", ")));
-                    if let Some(cause) = cancel.cause() {
-                        (options.on_stuck)(names, &cause);
-                    }
+        on_alarm: Box::new(|alarm| match alarm {
+            Alarm::Stalled(cause) => {
+                recorder.warn("stalled", format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()));
+            }
+            Alarm::NotComingBack(names) => {
+                recorder.warn("stuck", format!("still waiting for {} after {grace:?}", names.join(", ")));
+                if let Some(cause) = cancel.cause() {
+                    (options.on_stuck)(names, &cause);
                 }
             }
         }),
@@ -260,7 +262,13 @@ pub fn train<B: Backend>(
     }
 }
 
-fn outcome(setup: &Setup, options: &Options, recorder: &Recorder, ends: &[Option<crate::loops::End>], started: Instant) -> Outcome {
+fn outcome(
+    setup: &Setup,
+    options: &Options,
+    recorder: &Recorder,
+    ends: &[Option<crate::loops::End>],
+    started: Instant,
+) -> Outcome {
     let first = ends[0].as_ref().expect("a run without failure has an end for every drafter");
     let root = variant_dir(&options.run_dir, setup.variants[0].name.as_deref());
     let checkpoint = checkpoint::newest(&root);
@@ -295,7 +303,9 @@ fn gate_listener(recorder: Recorder, started: Instant) -> impl FnMut(&GateEvent)
     let mut present: HashMap<String, PhaseEvent> = HashMap::new();
     move |event| {
         if event.phase == Phase::Open {
-            present.drain().for_each(|(_, left)| recorder.record(Event::Phase(PhaseEvent { progress: 1000, done: true, ..left })));
+            present
+                .drain()
+                .for_each(|(_, left)| recorder.record(Event::Phase(PhaseEvent { progress: 1000, done: true, ..left })));
             recorder.record(Event::Gate(GateOpen { startup_ms: started.elapsed().as_millis() as u64 }));
             return;
         }

@@ -75,7 +75,8 @@ impl Setup {
     /// [`SetupError`].
     pub fn open(config: RunConfig, progress: &dyn Fn(u64, u64)) -> Result<Setup, SetupError> {
         let target = TargetFiles::open(&config.target)?;
-        let tokenizer = ChatTokenizer::load(&config.target, &config.target.display().to_string(), &serde_json::Map::new(), today())?;
+        let tokenizer =
+            ChatTokenizer::load(&config.target, &config.target.display().to_string(), &serde_json::Map::new(), today())?;
         let dataset = Arc::new(Dataset::open(&config.data, &OpenOptions::default(), progress)?);
         let mut notices = target.notices.clone();
         notices.extend(dataset.notices().iter().cloned());
@@ -109,7 +110,17 @@ impl Setup {
     pub fn batch_keys(&self) -> BTreeMap<String, serde_json::Value> {
         let c = &self.config;
         let table = serde_json::to_value(c).expect("a config is writable");
-        let keys = ["token_budget", "batching", "max_rows", "bucket_edges", "buckets", "max_length", "cut_long", "anchors", "max_blocks"];
+        let keys = [
+            "token_budget",
+            "batching",
+            "max_rows",
+            "bucket_edges",
+            "buckets",
+            "max_length",
+            "cut_long",
+            "anchors",
+            "max_blocks",
+        ];
         let mut found: BTreeMap<String, serde_json::Value> =
             keys.iter().filter_map(|k| Some((format!("batch.{k}"), table["batch"].get(k)?.clone()))).collect();
         found.insert("drafter.gamma".into(), table["drafter"].get("gamma").cloned().unwrap_or_default());

@@ -48,7 +48,8 @@ impl Stages {
                 at,
             });
         }
-        let channels = vec![ChannelSample { name: "batches".into(), depth: counters.queue_depth as u64, capacity: queue_depth as u64 }];
+        let channels =
+            vec![ChannelSample { name: "batches".into(), depth: counters.queue_depth as u64, capacity: queue_depth as u64 }];
         let slots = counters
             .free_slots
             .iter()

@@ -33,7 +33,9 @@ pub enum StateError {
     #[error(transparent)]
     Export(#[from] ExportError),
     /// The drafter to start from has another shape.
-    #[error("drafter.init_from = {folder}: its {field} differs from the config's\n  make [drafter] equal to that drafter's config.json, or leave init_from out")]
+    #[error(
+        "drafter.init_from = {folder}: its {field} differs from the config's\n  make [drafter] equal to that drafter's config.json, or leave init_from out"
+    )]
     OtherShape {
         /// The folder.
         folder: String,

@@ -109,13 +109,15 @@ fn largest_difference(a: &Loaded, b: &Loaded) -> f32 {
 
 #[test]
 fn two_runs_of_one_seed_are_equal_bit_for_bit_and_the_loss_falls() {
-    let (a, b) = (run(config(&[]), vec![], |_, _| {}), run(config(&["pipeline.targets=[0, 1]", "pipeline.threads=1"]), vec![], |_, _| {}));
+    let (a, b) =
+        (run(config(&[]), vec![], |_, _| {}), run(config(&["pipeline.targets=[0, 1]", "pipeline.threads=1"]), vec![], |_, _| {}));
     assert_eq!(a.ok().steps, 6);
     assert_eq!(tensors(&a.final_state()), tensors(&b.final_state()), "a second target and another thread count change no bit");
     let losses = a.losses();
     assert_eq!(losses.len(), 6);
     assert!(losses[5] < losses[0] - 0.05, "{losses:?}");
-    let held_out: Vec<u64> = a.events.iter().filter_map(|e| if let Event::HeldOut(h) = e { Some(h.step) } else { None }).collect();
+    let held_out: Vec<u64> =
+        a.events.iter().filter_map(|e| if let Event::HeldOut(h) = e { Some(h.step) } else { None }).collect();
     assert_eq!(held_out, [0, 3, 6]);
     assert!(a.ok().exports[0].join("model.safetensors").is_file());
 }
@@ -207,7 +209,11 @@ fn a_launch_from_an_earlier_step_leaves_the_later_checkpoints_aside() {
     assert!(events.iter().any(|e| matches!(e, Event::Warning(w) if w.code == "superseded")));
     let second = tensors(&Loaded::open(&root.join(checkpoint::folder_name(6))).unwrap());
     assert!(first != second, "the newest checkpoint is the new launch's");
-    let aside = std::fs::read_dir(&root).unwrap().flatten().filter(|e| e.file_name().to_string_lossy().starts_with("superseded-")).count();
+    let aside = std::fs::read_dir(&root)
+        .unwrap()
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with("superseded-"))
+        .count();
     assert!(aside >= 2, "{aside}");
 }
 
@@ -215,7 +221,11 @@ fn a_launch_from_an_earlier_step_leaves_the_later_checkpoints_aside() {
 fn a_config_that_changes_the_batches_is_not_the_same_run() {
     let whole = run(config(&[]), vec![], |_, _| {});
     let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2));
-    for (key, what) in [("batch.token_budget=640", "batch.token_budget"), ("batch.anchors=4", "batch.anchors"), ("eval.held_out={ rows = 3 }", "eval.held_out")] {
+    for (key, what) in [
+        ("batch.token_budget=640", "batch.token_budget"),
+        ("batch.anchors=4", "batch.anchors"),
+        ("eval.held_out={ rows = 3 }", "eval.held_out"),
+    ] {
         let error = run(config(&[key]), vec![from.clone()], |_, _| {}).outcome.unwrap_err().to_string();
         assert!(error.contains(what), "{key}: {error}");
     }
@@ -237,14 +247,27 @@ fn a_sweep_trains_each_variant_as_if_it_were_alone() {
 
 #[test]
 fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
-    let ran = run(config(&["optimizer.lr=1e30", "optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]), vec![], |_, _| {});
+    let ran = run(
+        config(&[
+            "optimizer.lr=1e30",
+            "optimizer.clip=1e30",
+            "optimizer.steps=40",
+            "optimizer.max_skipped=3",
+            "optimizer.warmup=0.0",
+        ]),
+        vec![],
+        |_, _| {},
+    );
     assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
     let skipped = ran.events.iter().filter(|e| matches!(e, Event::Step(s) if s.skipped)).count();
     assert_eq!(skipped, 3, "every skipped step is recorded, the last one too");
     for (_, path) in checkpoint::list(&ran.dir.path().join("checkpoints")) {
         let loaded = Loaded::open(&path).unwrap();
         for (name, bytes) in tensors(&loaded) {
-            assert!(bytes.chunks_exact(4).all(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]).is_finite()), "{name} of {path:?}");
+            assert!(
+                bytes.chunks_exact(4).all(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]).is_finite()),
+                "{name} of {path:?}"
+            );
         }
     }
 }

@@ -1,10 +1,12 @@
 //! `PickTokens`: what decoding needs to know of a row of logits.
 //!
-//! logits `[R, V]` F32, temperature `[1]` F32, uniform `[R]` F32 in [0, 1), probe `[R]` I32 (a drafted token, or -1). Per row:
+//! logits `[R, V]` F32, finite, V at least 2; temperature `[1]` F32, uniform `[R]` F32 in [0, 1), probe `[R]` I32 (a drafted token, or -1).
+//! Per row:
 //!  - `argmax` I32 and `top2` F32 `[R, 2]`: the largest and second largest logit (lowest index wins a tie);
 //!  - `prob` F32: p(probe) with `p = softmax(z / temperature)`; at temperature 0, 1 if the probe is the argmax else 0; 0 for probe -1;
 //!  - `drawn` I32: a sample of p *without the probe* (of p itself for probe -1) by inverse CDF over ascending ids at `uniform`;
-//!    at temperature 0 the argmax.
+//!    at temperature 0 the argmax. Above 0 never the probe: the masses of the rest are `exp((z - m) / temperature)` with m the largest
+//!    logit of the rest, and their sum is taken over the rest, so that the draw is exact even where p(probe) rounds to 1.
 //!
 //! With these, speculative sampling is lossless: accept the probe with probability p(probe), else emit `drawn`.
 //! Source: Leviathan et al. 2023, arXiv 2211.17192, algorithm 1, for a draft distribution that is a point mass. Sums fp32.
