@@ -2,23 +2,26 @@
 //!
 //! Epoch e is a list of batches computed from (dataset lengths, settings, seed, e); batch indices run on over epochs.
 //! It refuses samples longer than the budget (by row, unless they are to be cut) and datasets without an anchor.
-//! Invariants: held-out rows are in no training batch; rows without an anchor candidate are in no batch, and are counted;
-//! the answer for an index is the same whoever asks, in whatever order.
+//! Invariants: held-out rows are in no training batch; rows that have no anchor candidate once they are cut are in no
+//! batch, and are counted; the answer for an index is the same whoever asks, in whatever order.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::buckets::{Batching, Buckets, Group, Limits, pack};
+use crate::dataset::{Dataset, Row};
 use crate::error::{DataError, Result};
-use crate::index::Index;
+use crate::index::count_candidates;
 use crate::rng::{CounterRng, Stream};
 
 /// The epoch number that keys held-out batches and their anchors, which are the same in every epoch.
 pub const HELD_OUT_EPOCH: u32 = u32::MAX;
-/// Epoch lists kept in memory: the current one, its neighbours, and the held-out one.
-const EPOCHS_KEPT: usize = 4;
+/// Epoch lists kept in memory: the current one and its neighbours, which threads at an epoch's end ask for in turn.
+const EPOCHS_KEPT: usize = 3;
 
 /// How many rows are held out.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -93,23 +96,28 @@ pub struct Schedule {
     held_out: Vec<u32>,
     without_anchor: usize,
     cut: usize,
+    held_out_batches: OnceLock<Arc<Vec<Group>>>,
     cache: Mutex<Cache>,
 }
+
+/// The batches of an epoch, packed by the first thread that asks while the others wait.
+type Packed = Arc<OnceLock<Arc<Vec<Group>>>>;
 
 #[derive(Debug, Default)]
 struct Cache {
     /// Number of batches of epochs 0, 1, 2 …
     counts: Vec<u64>,
     /// Epoch → its batches.
-    epochs: BTreeMap<u32, Arc<Vec<Group>>>,
+    epochs: BTreeMap<u32, Packed>,
 }
 
 impl Schedule {
-    /// Plans the order over the rows of `index`.
+    /// Plans the order over the rows of `dataset`. Only rows that are cut are read, to see which anchors are left of them.
     ///
     /// # Errors
-    /// When a sample is longer than the budget, nothing has an anchor, or the held-out rows leave nothing to train on.
-    pub fn new(index: &Index, config: ScheduleConfig) -> Result<Self> {
+    /// When a sample is longer than the budget, nothing has an anchor, the held-out rows leave nothing to train on, or a
+    /// row that is cut cannot be read.
+    pub fn new(dataset: &Dataset, config: ScheduleConfig) -> Result<Self> {
         if config.budget == 0 || config.max_rows == 0 {
             return Err(DataError::Config {
                 key: "batch.token_budget",
@@ -117,7 +125,7 @@ impl Schedule {
                 todo: "set batch.token_budget and batch.max_rows to at least 1".into(),
             });
         }
-        let mut lengths = index.lengths.clone();
+        let mut lengths = dataset.index().lengths.clone();
         let limit = config.max_len.unwrap_or(u32::MAX).min(if config.cut_long { config.budget } else { u32::MAX });
         let mut cut = 0;
         for length in &mut lengths {
@@ -137,33 +145,21 @@ impl Schedule {
                 todo: "raise the budget, prepare with a smaller --max-length, or set batch.cut_long = true".into(),
             });
         }
-        let mut eligible: Vec<u32> = (0..lengths.len() as u32).filter(|&s| index.candidates[s as usize] > 0).collect();
+        let candidates = candidates_after_cut(dataset, &lengths)?;
+        let mut eligible: Vec<u32> = (0..lengths.len() as u32).filter(|&s| candidates[s as usize] > 0).collect();
         let without_anchor = lengths.len() - eligible.len();
         if eligible.is_empty() {
-            return Err(DataError::Refused {
-                what: format!("no row has an anchor: none of {} rows has two supervised tokens in a row", lengths.len()),
-                todo: "use chats with longer answers".into(),
+            let what = format!("no row has an anchor: none of {} rows has two supervised tokens in a row", lengths.len());
+            return Err(match cut {
+                0 => DataError::Refused { what, todo: "use chats with longer answers".into() },
+                _ => DataError::Refused {
+                    what: format!("{what} ({cut} of them after being cut to {limit} tokens)"),
+                    todo: "cut less, with a larger batch.max_length or batch.token_budget, or use chats with longer answers"
+                        .into(),
+                },
             });
         }
-        let n_held = match config.held_out {
-            HeldOut::None => 0,
-            HeldOut::Rows(n) => n,
-            HeldOut::Share(share) if (0.0..1.0).contains(&share) => (share * eligible.len() as f64).ceil() as usize,
-            HeldOut::Share(share) => {
-                return Err(DataError::Config {
-                    key: "eval.held_out",
-                    what: format!("{share} is not a share below 1"),
-                    todo: "write a number of rows, or a share such as 0.01".into(),
-                });
-            }
-        };
-        if n_held >= eligible.len() {
-            return Err(DataError::Config {
-                key: "eval.held_out",
-                what: format!("{n_held} rows held out of {} leave nothing to train on", eligible.len()),
-                todo: "hold out fewer rows".into(),
-            });
-        }
+        let n_held = held_out_count(config.held_out, eligible.len(), lengths.len())?;
         // Each row draws a number keyed by itself; the smallest are held out.
         let mut ranked: Vec<(u64, u32)> =
             eligible.iter().map(|&s| (CounterRng::new(config.seed, Stream::HeldOut, 0, u64::from(s)).next_u64(), s)).collect();
@@ -175,7 +171,17 @@ impl Schedule {
             Some(edges) => Buckets::from_edges(edges)?,
             None => Buckets::quantiles(eligible.iter().map(|&s| lengths[s as usize]).collect(), config.n_buckets),
         };
-        Ok(Self { config, lengths, buckets, train: eligible, held_out, without_anchor, cut, cache: Mutex::new(Cache::default()) })
+        Ok(Self {
+            config,
+            lengths,
+            buckets,
+            train: eligible,
+            held_out,
+            without_anchor,
+            cut,
+            held_out_batches: OnceLock::new(),
+            cache: Mutex::default(),
+        })
     }
 
     /// The settings.
@@ -198,12 +204,12 @@ impl Schedule {
         &self.held_out
     }
 
-    /// Rows left out because they have no anchor candidate.
+    /// Rows left out because they have no anchor candidate, be it that they were cut before their answer.
     pub fn rows_without_anchor(&self) -> usize {
         self.without_anchor
     }
 
-    /// Rows that are cut.
+    /// Rows that are cut, those that are left out for it included.
     pub fn rows_cut(&self) -> usize {
         self.cut
     }
@@ -215,25 +221,32 @@ impl Schedule {
 
     /// The batches of an epoch, in order.
     pub fn epoch(&self, epoch: u32) -> Arc<Vec<Group>> {
-        if let Some(list) = self.lock().epochs.get(&epoch) {
-            return list.clone();
+        if epoch == HELD_OUT_EPOCH {
+            return self.held_out();
         }
-        let c = &self.config;
-        let limits = Limits { budget: c.budget, max_rows: c.max_rows, batching: c.batching };
-        let samples = if epoch == HELD_OUT_EPOCH { &self.held_out } else { &self.train };
-        let list = Arc::new(pack(samples, |s| self.lengths[s as usize], &self.buckets, limits, c.seed, epoch));
-        let mut cache = self.lock();
-        cache.epochs.insert(epoch, list.clone());
-        while cache.epochs.len() > EPOCHS_KEPT {
-            // Runs move forward, so the oldest epoch goes; the held-out one has the largest number and stays.
-            cache.epochs.pop_first();
-        }
-        list
+        let packed = {
+            let epochs = &mut self.lock().epochs;
+            let packed = epochs.entry(epoch).or_default().clone();
+            while epochs.len() > EPOCHS_KEPT {
+                // Counting the batches of a run leaves its last epochs here, and the threads that prefetch ask for
+                // neighbours: what lies farthest from the epoch asked for is needed last, the earlier one never.
+                let Some(&far) = epochs.keys().max_by_key(|&&e| (e.abs_diff(epoch), Reverse(e))) else { break };
+                epochs.remove(&far);
+            }
+            packed
+        };
+        packed.get_or_init(|| self.pack(&self.train, epoch)).clone()
     }
 
     /// The held-out batches.
     pub fn held_out(&self) -> Arc<Vec<Group>> {
-        self.epoch(HELD_OUT_EPOCH)
+        self.held_out_batches.get_or_init(|| self.pack(&self.held_out, HELD_OUT_EPOCH)).clone()
+    }
+
+    fn pack(&self, samples: &[u32], epoch: u32) -> Arc<Vec<Group>> {
+        let c = &self.config;
+        let limits = Limits { budget: c.budget, max_rows: c.max_rows, batching: c.batching };
+        Arc::new(pack(samples, |s| self.lengths[s as usize], &self.buckets, limits, c.seed, epoch))
     }
 
     /// Number of batches in epoch `epoch`.
@@ -276,4 +289,46 @@ impl Schedule {
         // The cache holds only values that any thread would compute alike, so a panic elsewhere leaves it usable.
         self.cache.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+}
+
+/// Anchor candidates of every row at its length in the run, `[rows]`. The index knows those of whole rows only.
+fn candidates_after_cut(dataset: &Dataset, lengths: &[u32]) -> Result<Vec<u32>> {
+    let index = dataset.index();
+    let count = |row: &mut Row, s: usize| {
+        let (length, whole) = (lengths[s], index.candidates[s]);
+        if length == index.lengths[s] || whole == 0 {
+            return Ok(whole);
+        }
+        dataset.read_row(s, row)?;
+        Ok(count_candidates(&row.mask[..length as usize]) as u32)
+    };
+    (0..lengths.len()).into_par_iter().map_init(Row::default, count).collect()
+}
+
+/// How many of `usable` rows (those with an anchor, of `rows`) are held out; at least one is left to train on.
+fn held_out_count(held_out: HeldOut, usable: usize, rows: usize) -> Result<usize> {
+    let refuse = |what, todo: &str| Err(DataError::Config { key: "eval.held_out", what, todo: todo.into() });
+    let n = match held_out {
+        HeldOut::None => 0,
+        HeldOut::Rows(n) => n,
+        HeldOut::Share(share) if (0.0..1.0).contains(&share) => (share * usable as f64).ceil() as usize,
+        HeldOut::Share(share) => {
+            return refuse(format!("{share} is not a share below 1"), "write a number of rows, or a share such as 0.01");
+        }
+    };
+    if n < usable {
+        return Ok(n);
+    }
+    if usable == 1 {
+        return refuse(
+            format!("the dataset has one row with an anchor (of {rows} in all), so none can be held out"),
+            "prepare more chats, or set eval.held_out = \"none\"",
+        );
+    }
+    refuse(
+        format!(
+            "{n} rows are to be held out, but the dataset has {usable} with an anchor (of {rows} in all): none is left to train on"
+        ),
+        "hold out fewer rows, e.g. eval.held_out = { share = 0.05 }, or prepare more chats",
+    )
 }

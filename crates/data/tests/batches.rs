@@ -19,16 +19,22 @@ const MASK: u32 = 4_999;
 
 /// A dataset of `n` rows with lengths 8..120 and one or two supervised spans; row r's tokens are distinct.
 fn dataset(n: u64) -> (tempfile::TempDir, Arc<Dataset>) {
-    let target = target_dir(CHATML);
-    let dir = tempfile::tempdir().unwrap();
-    let input = dir.path().join("tokens.jsonl");
-    let mut text = String::new();
-    for r in 0..n {
+    dataset_of((0..n).map(|r| {
         let mut rng = CounterRng::new(11, Stream::Test, 0, r);
         let len = 8 + rng.below(112) as usize;
         let ids: Vec<u64> = (0..len).map(|_| rng.below(4_990)).collect();
         let gap = 2 + rng.below(3) as usize;
-        let mask: Vec<u8> = (0..len).map(|i| u8::from(i >= gap && i % 37 != 5)).collect();
+        (ids, (0..len).map(|i| u8::from(i >= gap && i % 37 != 5)).collect())
+    }))
+}
+
+/// A dataset of rows (token ids, loss mask).
+fn dataset_of(rows: impl Iterator<Item = (Vec<u64>, Vec<u8>)>) -> (tempfile::TempDir, Arc<Dataset>) {
+    let target = target_dir(CHATML);
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("tokens.jsonl");
+    let mut text = String::new();
+    for (ids, mask) in rows {
         text.push_str(&serde_json::json!({"input_ids": ids, "loss_mask": mask}).to_string());
         text.push('\n');
     }
@@ -48,7 +54,7 @@ fn config(batching: Batching) -> ScheduleConfig {
 }
 
 fn builder(data: &Arc<Dataset>, config: ScheduleConfig, shape: BlockShape) -> BatchBuilder {
-    let schedule = Schedule::new(data.index(), config).unwrap();
+    let schedule = Schedule::new(&data, config).unwrap();
     BatchBuilder::new(data.clone(), Arc::new(schedule), shape).unwrap()
 }
 
@@ -200,14 +206,13 @@ fn held_out_rows_are_never_trained_and_keep_their_anchors() {
     again.build(3).unwrap();
     assert!((0..n).all(|j| again.build_held_out(j).unwrap() == first[j as usize] && first[j as usize].held_out));
     assert!(build.build_held_out(n).is_err());
-    assert!(Schedule::new(data.index(), ScheduleConfig { held_out: HeldOut::Rows(200), ..config(Batching::Packed) }).is_err());
 }
 
 #[test]
 fn long_samples_are_refused_by_row_or_cut_on_request() {
     let (_dir, data) = dataset(100);
     let small = ScheduleConfig { budget: 60, ..config(Batching::Packed) };
-    let error = Schedule::new(data.index(), small.clone()).unwrap_err().to_string();
+    let error = Schedule::new(&data, small.clone()).unwrap_err().to_string();
     let row = data.index().lengths.iter().position(|&l| l > 60).unwrap();
     assert!(error.contains(&format!("row {row} has")) && error.contains("the budget is 60"), "{error}");
     let build = builder(&data, ScheduleConfig { cut_long: true, ..small }, shape());
@@ -220,7 +225,7 @@ fn long_samples_are_refused_by_row_or_cut_on_request() {
 fn settings_that_cannot_work_are_named() {
     let (_dir, data) = dataset(20);
     let fail = |shape: BlockShape| {
-        let schedule = Arc::new(Schedule::new(data.index(), config(Batching::Packed)).unwrap());
+        let schedule = Arc::new(Schedule::new(&data, config(Batching::Packed)).unwrap());
         BatchBuilder::new(data.clone(), schedule, shape).unwrap_err().to_string()
     };
     assert!(fail(BlockShape { block: 12, ..shape() }).contains("drafter.gamma"));
@@ -249,4 +254,90 @@ fn the_start_table_counts_what_the_epoch_holds() {
     let text = one.to_string();
     assert!(text.contains("estimated from 4 of") && text.contains("samples    300"), "{text}");
     assert!(table.to_string().contains("(exact)"));
+}
+
+/// `rows[i]` is (length, first supervised token) of row i; everything behind it is supervised.
+fn answers(rows: &[(u64, u64)]) -> (tempfile::TempDir, Arc<Dataset>) {
+    dataset_of(rows.iter().map(|&(len, first)| ((0..len).collect(), (0..len).map(|i| u8::from(i >= first)).collect())))
+}
+
+#[test]
+fn rows_that_are_cut_before_their_answer_are_left_out_and_counted() {
+    // Cut to 64 tokens: the answer lies behind, has one token left, has two left; and a row that is not cut.
+    let (_dir, data) = answers(&[(90, 70), (90, 63), (90, 62), (30, 4)].repeat(10));
+    let by_length = ScheduleConfig { max_len: Some(64), ..config(Batching::Packed) };
+    let by_budget = ScheduleConfig { budget: 64, cut_long: true, ..config(Batching::Packed) };
+    for cut in [by_length, by_budget] {
+        // One row per batch, so that a row without a block would be a batch without a weight.
+        let cut = ScheduleConfig { max_rows: 1, held_out: HeldOut::Rows(4), ..cut };
+        let build = builder(&data, cut.clone(), shape());
+        let schedule = build.schedule();
+        assert_eq!((schedule.rows_without_anchor(), schedule.rows_cut()), (20, 30));
+        let (train, held) = (schedule.train_rows(), schedule.held_out_rows());
+        let usable: BTreeSet<u32> = train.iter().chain(held).copied().collect();
+        assert_eq!(usable, (0..40).filter(|r| r % 4 >= 2).collect());
+        assert_eq!((schedule.epoch_batches(0), schedule.held_out().len()), (16, 4));
+        let batches = (0..16).map(|i| build.build(i)).chain((0..4).map(|j| build.build_held_out(j)));
+        for batch in batches.map(Result::unwrap) {
+            assert!(batch.weight_sum > 0.0 && batch.n_blocks > 0, "rows {:?} have no block", batch.sample_ids);
+        }
+        // Rows that are left out do not count for what can be held out.
+        let error = Schedule::new(&data, ScheduleConfig { held_out: HeldOut::Rows(20), ..cut }).unwrap_err().to_string();
+        assert!(error.contains("has 20 with an anchor (of 40 in all)"), "{error}");
+    }
+    let error = Schedule::new(&data, ScheduleConfig { max_len: Some(4), ..config(Batching::Packed) }).unwrap_err().to_string();
+    assert!(error.contains("none of 40 rows") && error.contains("cut to 4 tokens)\ncut less"), "{error}");
+}
+
+#[test]
+fn held_out_rows_that_leave_none_to_train_on_are_refused() {
+    let refuse = |data: &Dataset, held_out| {
+        Schedule::new(data, ScheduleConfig { held_out, ..config(Batching::Packed) }).unwrap_err().to_string()
+    };
+    let (_dir, data) = dataset(200);
+    for n in [200, 201, usize::MAX] {
+        let error = refuse(&data, HeldOut::Rows(n));
+        assert!(error.starts_with(&format!("eval.held_out: {n} rows are to be held out, but the dataset has 200 ")), "{error}");
+        assert!(error.contains("\nhold out fewer rows"), "{error}");
+    }
+    assert!(refuse(&data, HeldOut::Share(0.999)).contains("200 rows are to be held out"));
+    assert!(refuse(&data, HeldOut::Share(1.0)).contains("not a share below 1"));
+    assert!(refuse(&data, HeldOut::Share(f64::NAN)).contains("not a share below 1"));
+    // Nothing can be held out of one row; without held-out rows it can be overfitted to.
+    let (_dir, data) = answers(&[(30, 4)]);
+    for held_out in [HeldOut::Rows(1), HeldOut::Rows(64), HeldOut::Share(0.01)] {
+        let error = refuse(&data, held_out);
+        assert!(error.contains("one row with an anchor") && error.contains("\nprepare more chats"), "{error}");
+    }
+    assert_eq!(builder(&data, config(Batching::Packed), shape()).schedule().epoch_batches(0), 1);
+}
+
+#[test]
+fn no_epoch_is_packed_again_while_a_run_goes_forward() {
+    let (_dir, data) = dataset(200);
+    let schedule = Schedule::new(&data, ScheduleConfig { held_out: HeldOut::Rows(9), ..config(Batching::Packed) }).unwrap();
+    // What opening a run does: it counts the batches of all epochs, then looks at the held-out ones.
+    schedule.total_batches(6);
+    let held_out = schedule.held_out();
+    let mut here = schedule.epoch(0);
+    for e in 0..6 {
+        // Threads around the end of an epoch ask for both in turn, and the evaluator for the held-out batches.
+        let next = schedule.epoch(e + 1);
+        for _ in 0..2 {
+            assert!(Arc::ptr_eq(&here, &schedule.epoch(e)), "epoch {e} was packed again");
+            assert!(Arc::ptr_eq(&next, &schedule.epoch(e + 1)), "epoch {} was packed again", e + 1);
+            assert!(Arc::ptr_eq(&held_out, &schedule.held_out()), "the held-out batches were packed again");
+        }
+        here = next;
+    }
+    // Threads that ask at the same moment share one list.
+    for e in 7..27 {
+        let start = std::sync::Barrier::new(4);
+        let ask = || {
+            start.wait();
+            schedule.epoch(e)
+        };
+        let lists = std::thread::scope(|s| [(); 4].map(|()| s.spawn(ask)).map(|t| t.join().unwrap()));
+        assert!(lists.iter().all(|l| Arc::ptr_eq(l, &lists[0])), "epoch {e} was packed by several threads");
+    }
 }

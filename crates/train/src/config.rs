@@ -501,6 +501,10 @@ impl RunConfig {
             let todo = "each variant has its own folder: give every one a name of its own, of letters, digits, `-`, `_` and `.`";
             return Err(value("sweep.name", format!("{:?}", self.sweep.iter().map(|v| &v.name).collect::<Vec<_>>()), todo));
         }
+        if self.name.as_deref().is_some_and(|n| !plain(n)) {
+            let what = format!("{:?} is no folder name", self.name.as_deref().unwrap_or_default());
+            return Err(value("name", what, "the run's folder lies in `out`: use letters, digits, `-`, `_` and `.`"));
+        }
         if !self.sweep.is_empty() && self.sweep.len() != p.drafters.len() {
             let what = format!("{} variants for {} drafter loops", self.sweep.len(), p.drafters.len());
             return Err(value("pipeline.drafters", what, "a sweep trains one variant per drafter loop"));

@@ -33,6 +33,9 @@ fn refuses_what_cannot_work() {
         ("optimizer.clip=0.0", "optimizer"),
         ("optimizer.betas=[1.0, 0.9]", "optimizer"),
         ("optimizer.steps=0", "optimizer.steps"),
+        ("name=..", "`name`"),
+        ("name=a/b", "`name`"),
+        ("name=\"\"", "`name`"),
         ("drafter.sliding_layers=[3]", "drafter.sliding_layers"),
     ] {
         let error = RunConfig::parse(SMALL, "x.toml", &[item.into()]).unwrap_err().to_string();

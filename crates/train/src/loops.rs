@@ -325,6 +325,13 @@ impl<B: Backend> Worker<'_, B> {
         while self.end.next()?.is_some() {
             // Batches that were under way when the run was halted are given back unread.
         }
+        if stopped.is_none() && self.meta.adam_t == 0 {
+            self.shared.diverged.store(true, Ordering::Relaxed);
+            return Err(
+                "no step of the run was finite, so nothing was trained: look for NaN in the target's weights and in the data"
+                    .into(),
+            );
+        }
         let export = if stopped.is_none() && self.owns_files() { Some(self.export()?) } else { None };
         Ok(End { step: self.meta.step, stopped, export, held_out: self.held_out })
     }

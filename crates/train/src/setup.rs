@@ -98,7 +98,7 @@ impl Setup {
             })
             .collect::<Result<_, SetupError>>()?;
         let captured: BTreeSet<usize> = variants.iter().flat_map(|v| v.draft.target_layer_ids.iter().copied()).collect();
-        let schedule = Arc::new(Schedule::new(dataset.index(), schedule_config(&config))?);
+        let schedule = Arc::new(Schedule::new(&dataset, schedule_config(&config))?);
         let builder = BatchBuilder::new(dataset, Arc::clone(&schedule), block_shape(&config, &target.config, mask_token.id))?;
         let mut rounds = Rounds::new(|e| schedule.epoch_batches(e), config.optimizer.global_batch);
         let total_steps = config.optimizer.steps.unwrap_or_else(|| rounds.total_steps(config.optimizer.epochs));

@@ -271,3 +271,10 @@ fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
         }
     }
 }
+
+#[test]
+fn a_run_that_never_took_a_step_did_not_end_well() {
+    let ran = run(config(&["drafter.init_std=1e30", "optimizer.steps=2", "eval.every=0"]), vec![], |_, _| {});
+    assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
+    assert!(!ran.dir.path().join("export").exists());
+}

@@ -71,7 +71,11 @@ fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Scre
     let progress = Progress::new(screen, "index");
     let setup = Setup::open(config, &|done, total| progress.update(done, total, || format!("{} bytes", count(done))))?;
     drop(progress);
-    banner(&setup, &chosen.dir, chosen.step, screen)?;
+    match banner(&setup, &chosen.dir, chosen.step, screen) {
+        // Whoever read the output has gone; the run is wanted all the same, and the run folder tells it.
+        Ok(()) | Err(Failure::ReaderGone) => {}
+        Err(failure) => return Err(failure),
+    }
     // A GPU refuses what does not fit when its arenas are allocated, before the gate.
     if setup.config.pipeline.device == "cpu" {
         check_memory(&setup)?;
