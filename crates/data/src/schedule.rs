@@ -327,7 +327,7 @@ fn held_out_count(held_out: HeldOut, usable: usize, rows: usize) -> Result<usize
     }
     refuse(
         format!(
-            "{n} rows are to be held out, but the dataset has {usable} with an anchor (of {rows} in all): none is left to train on"
+            "{n} rows are to be held out, but the dataset has {usable} with an anchor (of {rows} in all): nothing to train on"
         ),
         "hold out fewer rows, e.g. eval.held_out = { share = 0.05 }, or prepare more chats",
     )
