@@ -54,7 +54,7 @@ fn config(batching: Batching) -> ScheduleConfig {
 }
 
 fn builder(data: &Arc<Dataset>, config: ScheduleConfig, shape: BlockShape) -> BatchBuilder {
-    let schedule = Schedule::new(&data, config).unwrap();
+    let schedule = Schedule::new(data, config).unwrap();
     BatchBuilder::new(data.clone(), Arc::new(schedule), shape).unwrap()
 }
 
