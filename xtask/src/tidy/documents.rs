@@ -28,6 +28,7 @@ pub fn check(tree: &Tree) -> Vec<Finding> {
     let mut findings = rooms(tree);
     findings.extend(changelog(tree));
     findings.extend(seeds(tree));
+    findings.extend(readme(tree));
     for (path, text) in tree.with_ext("md") {
         findings.extend(links(tree, path, text));
         if !text.starts_with("# ") {
@@ -83,6 +84,30 @@ fn changelog(tree: &Tree) -> Option<Finding> {
     let open = section(tree.text("CHANGELOG.md"), "Unreleased");
     (!open.lines().any(|l| l.starts_with("- ")))
         .then(|| Finding::file("CHANGELOG.md", "has `## Unreleased` with what has changed"))
+}
+
+/// The README speaks of commands that there are, and of exit codes as the program does.
+fn readme(tree: &Tree) -> Vec<Finding> {
+    const README: &str = "README.md";
+    let page = tree.text(README);
+    let mut findings = Vec::new();
+    for (i, line) in page.lines().enumerate() {
+        let command = line.strip_prefix("drafthorse ").and_then(|rest| rest.split_whitespace().next());
+        if let Some(command) = command.filter(|c| !tree.has(&format!("crates/cli/src/commands/{c}.rs"))) {
+            findings.push(Finding::at(README, i, format!("there is no command `{command}`")));
+        }
+    }
+    let plain = page.replace('`', "");
+    let meanings =
+        tree.text("crates/cli/src/exit.rs").split("pub fn meaning").nth(1).and_then(|rest| rest.split("\n    }").next());
+    let arms = meanings.unwrap_or_default().lines().filter_map(|l| l.trim().strip_prefix("Exit::")?.split('"').nth(1));
+    for meaning in arms.filter(|meaning| !plain.contains(&format!("| {meaning} |"))) {
+        findings.push(Finding::file(
+            README,
+            format!("its table of exit codes has no row `{meaning}`, as crates/cli/src/exit.rs says it"),
+        ));
+    }
+    findings
 }
 
 fn seeds(tree: &Tree) -> Vec<Finding> {
@@ -207,6 +232,21 @@ mod tests {
         assert!(found(&list(&waits), &[file])[0].contains("no row that says"));
         let without = |f: &str| if f == "stale_entry" { String::new() } else { waits(f) };
         assert!(found(&list(&without), &[])[0].contains("`stale_entry` has no row"));
+    }
+
+    #[test]
+    fn the_readme_speaks_of_what_there_is() {
+        let exit = "pub fn meaning(self) -> &'static str {\n        match self {\n            Exit::Done => \"done\",\n            Exit::Bug => \"a fault\",\n    }\n";
+        let found = |page: &str| {
+            texts(&readme(&tree_of(&[
+                ("README.md", page),
+                ("crates/cli/src/exit.rs", exit),
+                ("crates/cli/src/commands/plan.rs", ""),
+            ])))
+        };
+        assert_eq!(found("# R\ndrafthorse plan run.toml\n| 0 | `done` |\n| 70 | a fault |\n"), Vec::<String>::new());
+        assert!(found("# R\ndrafthorse watch\n| 0 | done |\n| 70 | a fault |\n")[0].contains("no command `watch`"));
+        assert!(found("# R\n| 0 | done |\n")[0].contains("no row `a fault`"));
     }
 
     #[test]
