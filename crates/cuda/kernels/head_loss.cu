@@ -86,7 +86,7 @@ FN void head_loss_row(bf16 *logits, const int *labels, const float *weights, con
 }
 
 #define HEAD_LOSS(NAME, V)                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(1024, 1)                                                                                 \
         head_loss_rows_##NAME(bf16 *logits, const int *labels, const float *weights, const int *count, float *ce, float *prob, int *hit,  \
                               int first, int vocab, int gradient) {                                                                       \
         head_loss_row<V>(logits, labels, weights, count, ce, prob, hit, first, vocab, gradient);                                          \

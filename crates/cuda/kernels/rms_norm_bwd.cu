@@ -3,7 +3,7 @@
 // Mathematics: crates/graph/src/op/rms_norm.rs. Arguments: s [T, H] bf16; w [H] bf16; rstd [T] f32; dy, dres [T, H] bf16, or f32 where the flag
 // says so, dres null when absent; dx [T, H] bf16, null when not wanted; partials [256, H] f32; dw [H] f32, added to.
 // Launch: rms_norm_bwd_w1(s, w, rstd, dy, dy_is_f32, dres, dres_is_f32, dx, partials, rows = T, cols = H): H a multiple of 8, at most 5120;
-//   rms_norm_bwd_w3: at most 12288; grid 256, block ceil(H / (8 * items)) rounded up to 32. rms_norm_bwd_narrow: any H <= 8192, block 1024.
+//   rms_norm_bwd_w2: at most 8192; grid 256, block ceil(H / (8 * items)) rounded up to 32. rms_norm_bwd_narrow: any H <= 4096, block 1024.
 //   Then rms_norm_bwd_weight(partials, dw, cols): grid ceil(H/32), block (32, 8).
 // Numerics: fp32. Row ranges, the order inside them and the order of the 256 partial sums are fixed by T alone.
 // Bound: 6*T*H bytes, 8*T*H with dres.
@@ -92,7 +92,7 @@ FN void rms_norm_bwd_rows(const bf16 *s, const bf16 *w, const float *rstd, const
                             int dres_is_f32, bf16 *dx, float *partials, int rows, int cols) {                                            \
         rms_norm_bwd_rows<V, ITEMS, ROWS>(s, w, rstd, dy, dy_is_f32, dres, dres_is_f32, dx, partials, rows, cols);                       \
     }
-RMS_NORM_BWD(narrow, 1, 8, 1)
+RMS_NORM_BWD(narrow, 1, 4, 1)
 
 // 64 registers a thread are all that 1024 threads may have; rows of up to 5120 columns need 640 threads and may have more.
 extern "C" __global__ void __launch_bounds__(640, 1)
@@ -101,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(640, 1)
     rms_norm_bwd_rows<8, 1, 2>(s, w, rstd, dy, dy_is_f32, dres, dres_is_f32, dx, partials, rows, cols);
 }
 extern "C" __global__ void __launch_bounds__(512, 1)
-    rms_norm_bwd_w3(const bf16 *s, const bf16 *w, const float *rstd, const void *dy, int dy_is_f32, const void *dres, int dres_is_f32, bf16 *dx,
+    rms_norm_bwd_w2(const bf16 *s, const bf16 *w, const float *rstd, const void *dy, int dy_is_f32, const void *dres, int dres_is_f32, bf16 *dx,
                     float *partials, int rows, int cols) {
-    rms_norm_bwd_rows<8, 3, 1>(s, w, rstd, dy, dy_is_f32, dres, dres_is_f32, dx, partials, rows, cols);
+    rms_norm_bwd_rows<8, 2, 1>(s, w, rstd, dy, dy_is_f32, dres, dres_is_f32, dx, partials, rows, cols);
 }
 
 // dw[j] += partials in ascending order: 8 strips of 32 partial sums, then the strips.

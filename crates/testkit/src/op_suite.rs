@@ -145,10 +145,17 @@ pub fn suite(act: DType) -> Vec<Case> {
     cases.extend(rows::cases(act));
     cases.extend(dense::cases(act));
     cases.extend(heads::cases(act));
-    cases.extend(attention::cases(act));
+    cases.extend(attention::cases(act, None));
     cases.extend(loss::cases(act));
     cases.extend(optimizer::cases(act));
-    cases.extend(drafter::cases(act));
+    cases.extend(drafter::cases(act, None));
+    cases
+}
+
+/// The cases of attention ops and the drafter in miniature with heads of `dim` elements, for executors whose kernels exist for a few widths only.
+pub fn suite_with_head_dim(act: DType, dim: usize) -> Vec<Case> {
+    let mut cases = attention::cases(act, Some(dim));
+    cases.extend(drafter::cases(act, Some(dim)));
     cases
 }
 

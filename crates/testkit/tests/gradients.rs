@@ -219,7 +219,7 @@ fn gather_rows() {
 }
 
 fn drafter_gradients(window: Option<usize>, recompute: bool) {
-    let mini = mini_drafter(MiniDrafterOptions { act: DType::F32, layers: 2, window, recompute });
+    let mini = mini_drafter(MiniDrafterOptions { act: DType::F32, layers: 2, window, recompute, head_dim: None });
     let loss = |values: &Values| values[&mini.sums].floats()[0];
     let check = GradientCheck {
         program: &mini.case.program,
@@ -245,7 +245,7 @@ fn mini_drafter_gradients_are_derivatives_with_window_and_recompute() {
 #[test]
 fn recomputation_changes_no_bit() {
     let run = |recompute| {
-        let mini = mini_drafter(MiniDrafterOptions { act: DType::BF16, layers: 3, window: None, recompute });
+        let mini = mini_drafter(MiniDrafterOptions { act: DType::BF16, layers: 3, window: None, recompute, head_dim: None });
         let mut values = mini.case.values.clone();
         for &phase in &mini.step {
             run_phase(&mini.case.program, phase, &mut values, Rounding::Declared);
@@ -263,7 +263,7 @@ fn recomputation_changes_no_bit() {
 
 #[test]
 fn a_wrong_gradient_is_found() {
-    let mini = mini_drafter(MiniDrafterOptions { act: DType::F32, layers: 1, window: None, recompute: false });
+    let mini = mini_drafter(MiniDrafterOptions { act: DType::F32, layers: 1, window: None, recompute: false, head_dim: None });
     let loss = |values: &Values| values[&mini.sums].floats()[0] * (1.0 + 1e-5);
     let check = GradientCheck {
         program: &mini.case.program,

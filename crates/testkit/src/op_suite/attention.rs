@@ -9,8 +9,11 @@ use drafthorse_graph::op::causal_attention::Packing;
 use drafthorse_graph::op::{BlockAttention, BlockAttentionBwd, CachedAttention, CausalAttention, Heads};
 use drafthorse_graph::{DType, Role};
 
-pub(super) fn cases(act: DType) -> Vec<Case> {
+/// `dim` takes the place of every case's own head width: GPU kernels exist for a few widths only.
+pub(super) fn cases(act: DType, dim: Option<usize>) -> Vec<Case> {
     let mut cases = Vec::new();
+    let of = |heads: Heads| Heads { dim: dim.unwrap_or(heads.dim), ..heads };
+    let named = |name: String| dim.map_or(name.clone(), |dim| format!("{name}_d{dim}"));
     let gqa = Heads { q: 4, kv: 2, dim: 8 };
     for (name, heads, lengths, rows, std) in [
         ("packed", gqa, vec![9, 1, 35, 3], 48, 1.0),
@@ -20,12 +23,12 @@ pub(super) fn cases(act: DType) -> Vec<Case> {
         ("long", Heads { q: 2, kv: 1, dim: 16 }, vec![150, 67], 217, 1.0),
         ("saturated", Heads { q: 3, kv: 1, dim: 5 }, vec![1, 20, 1], 24, 8.0),
     ] {
-        cases.push(causal(&format!("causal_attention_{name}"), act, heads, &lengths, rows, std));
+        cases.push(causal(&named(format!("causal_attention_{name}")), act, of(heads), &lengths, rows, std));
     }
     for (name, len, rows, capacity, std) in
         [("middle", 21, 8, 40, 1.0), ("empty", 0, 3, 9, 1.0), ("full", 15, 1, 16, 1.0), ("saturated", 21, 8, 40, 8.0)]
     {
-        cases.push(cached(&format!("cached_attention_{name}"), act, gqa, len, rows, capacity, std));
+        cases.push(cached(&named(format!("cached_attention_{name}")), act, of(gqa), len, rows, capacity, std));
     }
     let usual = Shape { heads: gqa, size: 8, lengths: &[33, 1, 0, 29], capacity: 11, real: 9, window: None, std: 1.0 };
     for (name, shape) in [
@@ -39,10 +42,12 @@ pub(super) fn cases(act: DType) -> Vec<Case> {
         ("saturated", Shape { std: 4.0, size: 16, heads: Heads { q: 3, kv: 1, dim: 2 }, ..usual }),
         ("long", Shape { lengths: &[140, 71], size: 16, heads: Heads { q: 2, kv: 1, dim: 32 }, ..usual }),
     ] {
-        cases.push(block(&format!("block_attention_{name}"), act, shape));
-        cases.push(block_bwd(&format!("block_attention_bwd_{name}"), act, shape, 1.0));
+        let shape = Shape { heads: of(shape.heads), ..shape };
+        cases.push(block(&named(format!("block_attention_{name}")), act, shape));
+        cases.push(block_bwd(&named(format!("block_attention_bwd_{name}")), act, shape, 1.0));
     }
-    cases.push(block_bwd("block_attention_bwd_zero_upstream", act, usual, 0.0));
+    let usual = Shape { heads: of(usual.heads), ..usual };
+    cases.push(block_bwd(&named("block_attention_bwd_zero_upstream".into()), act, usual, 0.0));
     cases
 }
 

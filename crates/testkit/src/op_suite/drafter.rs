@@ -18,6 +18,7 @@ use drafthorse_graph::op::{AdamParam, Heads};
 use drafthorse_graph::{DType, PhaseId, Role, TensorId};
 use std::collections::HashMap;
 
+/// Heads of the drafter, and their width unless the options say otherwise.
 const HEADS: Heads = Heads { q: 4, kv: 2, dim: 4 };
 const HIDDEN: usize = 12;
 const INTER: usize = 10;
@@ -41,6 +42,8 @@ pub struct MiniDrafterOptions {
     pub window: Option<usize>,
     /// Repeat layers in the backward.
     pub recompute: bool,
+    /// Elements of a head; 4 when absent.
+    pub head_dim: Option<usize>,
 }
 
 /// The program with its inputs.
@@ -69,30 +72,32 @@ struct Layer {
     v_ctx: TensorId,
 }
 
-pub(super) fn cases(act: DType) -> Vec<Case> {
-    let usual = MiniDrafterOptions { act, layers: 3, window: None, recompute: false };
+pub(super) fn cases(act: DType, head_dim: Option<usize>) -> Vec<Case> {
+    let usual = MiniDrafterOptions { act, layers: 3, window: None, recompute: false, head_dim };
     [usual, MiniDrafterOptions { recompute: true, window: Some(5), ..usual }].into_iter().map(|o| mini_drafter(o).case).collect()
 }
 
 /// Builds the drafter.
 pub fn mini_drafter(options: MiniDrafterOptions) -> MiniDrafter {
-    let MiniDrafterOptions { act, layers, window, recompute } = options;
+    let MiniDrafterOptions { act, layers, window, recompute, head_dim } = options;
+    let heads = Heads { dim: head_dim.unwrap_or(HEADS.dim), ..HEADS };
+    let width = head_dim.map_or_else(String::new, |d| format!("_d{d}"));
     let suffix = if recompute { "_recompute" } else { "" };
-    let mut b = Build::new(&format!("mini_drafter{suffix}"), act);
+    let mut b = Build::new(&format!("mini_drafter{suffix}{width}"), act);
     // Weights must not depend on `recompute`, so that the two can be compared.
     b.rng = crate::inputs::Rng::new(11);
     let weight = |b: &mut Build, name: &str, rows: usize, cols: usize| {
         b.random(name, &[rows, cols], act, Role::Weight, (cols as f64).powf(-0.5))
     };
-    let (q_cols, kv_cols) = (HEADS.q_cols(), HEADS.kv_cols());
+    let (q_cols, kv_cols) = (heads.q_cols(), heads.kv_cols());
     let fc = weight(&mut b, "fc", HIDDEN, FEATURES);
     let hidden_norm = b.norm_weight("hidden_norm", HIDDEN);
     let list: Vec<Layer> = (0..layers)
         .map(|l| Layer {
             input_norm: b.norm_weight(&format!("layers.{l}.input_norm"), HIDDEN),
             qkv: weight(&mut b, &format!("layers.{l}.qkv"), q_cols + 2 * kv_cols, HIDDEN),
-            q_norm: b.norm_weight(&format!("layers.{l}.q_norm"), HEADS.dim),
-            k_norm: b.norm_weight(&format!("layers.{l}.k_norm"), HEADS.dim),
+            q_norm: b.norm_weight(&format!("layers.{l}.q_norm"), heads.dim),
+            k_norm: b.norm_weight(&format!("layers.{l}.k_norm"), heads.dim),
             o: weight(&mut b, &format!("layers.{l}.o"), HIDDEN, q_cols),
             post_norm: b.norm_weight(&format!("layers.{l}.post_norm"), HIDDEN),
             gate_up: weight(&mut b, &format!("layers.{l}.gate_up"), 2 * INTER, HIDDEN),
@@ -104,9 +109,9 @@ pub fn mini_drafter(options: MiniDrafterOptions) -> MiniDrafter {
     let norm = b.norm_weight("norm", HIDDEN);
     let table = b.random("embed", &[VOCAB, HIDDEN], act, Role::Frozen, 1.0);
     let head = b.random("head", &[VOCAB, HIDDEN], act, Role::Frozen, 0.5);
-    let (cos, sin) = rotary_tables(CONTEXT + BLOCK, HEADS.dim, 1e4);
-    let cos = b.given("cos", &[CONTEXT + BLOCK, HEADS.dim / 2], DType::F32, Role::Frozen, cos);
-    let sin = b.given("sin", &[CONTEXT + BLOCK, HEADS.dim / 2], DType::F32, Role::Frozen, sin);
+    let (cos, sin) = rotary_tables(CONTEXT + BLOCK, heads.dim, 1e4);
+    let cos = b.given("cos", &[CONTEXT + BLOCK, heads.dim / 2], DType::F32, Role::Frozen, cos);
+    let sin = b.given("sin", &[CONTEXT + BLOCK, heads.dim / 2], DType::F32, Role::Frozen, sin);
 
     let features = b.input("features", &[CONTEXT, FEATURES], 1.0);
     let samples = packed_samples(&LENGTHS, LENGTHS.len(), CONTEXT);
@@ -161,7 +166,7 @@ pub fn mini_drafter(options: MiniDrafterOptions) -> MiniDrafter {
     let ctx = phase.rms_norm(fused, hidden_norm, EPS);
     for l in &list {
         let kv = phase.linear_rows(ctx, l.qkv, None, q_cols..q_cols + 2 * kv_cols, act);
-        phase.kv_heads(kv, HEADS, HeadNorms { q: None, k: Some(l.k_norm), eps: EPS }, ctx_rotary, l.k_ctx, l.v_ctx);
+        phase.kv_heads(kv, heads, HeadNorms { q: None, k: Some(l.k_norm), eps: EPS }, ctx_rotary, l.k_ctx, l.v_ctx);
     }
     let context = phase.id();
     step.push(context);
@@ -177,9 +182,9 @@ pub fn mini_drafter(options: MiniDrafterOptions) -> MiniDrafter {
         };
         let qkv = phase.linear(y, l.qkv, None);
         let norms = HeadNorms { q: Some(l.q_norm), k: Some(l.k_norm), eps: EPS };
-        let (q, k_blk, v_blk) = phase.qkv_heads(qkv, HEADS, norms, blk_rotary);
+        let (q, k_blk, v_blk) = phase.qkv_heads(qkv, heads, norms, blk_rotary);
         let kv = BlockKv { k_ctx: l.k_ctx, v_ctx: l.v_ctx, k_blk, v_blk };
-        let a = phase.block_attention(q, kv, blocks, HEADS, window);
+        let a = phase.block_attention(q, kv, blocks, heads, window);
         let a = phase.linear(a, l.o, None);
         let (stream, y) = phase.add_rms_norm(stream, a, l.post_norm, EPS);
         let gu = phase.linear(y, l.gate_up, None);

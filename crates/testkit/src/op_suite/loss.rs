@@ -37,10 +37,10 @@ pub(super) fn cases(act: DType) -> Vec<Case> {
         cases.push(head_loss(&format!("head_loss_{name}"), act, shape));
     }
     for (name, temperature) in [("greedy", 0.0), ("cold", 0.3), ("plain", 1.0), ("hot", 2.5)] {
-        cases.push(pick(&format!("pick_tokens_{name}"), act, temperature, 6, 67, 2.0));
+        cases.push(pick(&format!("pick_tokens_{name}"), act, temperature, 8, 67, 2.0));
     }
-    cases.push(pick("pick_tokens_two", act, 1.0, 6, 2, 1.0));
-    cases.push(pick("pick_tokens_real_vocabulary", act, 1.0, 6, 151_936, 6.0));
+    cases.push(pick("pick_tokens_two", act, 1.0, 8, 2, 1.0));
+    cases.push(pick("pick_tokens_real_vocabulary", act, 1.0, 8, 151_936, 6.0));
     cases
 }
 
@@ -103,7 +103,8 @@ fn head_loss(name: &str, act: DType, s: Shape) -> Case {
     b.op(HeadLoss { x, head, labels, chunk: s.chunk, logits, sums, metrics, dx })
 }
 
-/// Rows: no probe, the argmax as probe, any probe, a tie of the two largest, and uniforms at the ends of [0, 1).
+/// Rows: no probe, the argmax as probe, any probe, a tie of the two largest, uniforms at the ends of [0, 1), a probe whose probability is 1 less
+/// a few roundings, and one beside which no token has a representable mass.
 fn pick(name: &str, act: DType, temperature: f64, rows: usize, vocab: usize, std: f64) -> Case {
     let mut b = Build::new(name, act);
     let mut z: Vec<f64> = b.rng.normals(rows * vocab, std).into_iter().map(|x| round_to(DType::F32, x)).collect();
@@ -111,9 +112,14 @@ fn pick(name: &str, act: DType, temperature: f64, rows: usize, vocab: usize, std
     for (r, z) in z.chunks_mut(vocab).enumerate() {
         let (best, _) = lead(z);
         match r {
-            1 => probe[r] = best as i32,
+            1 | 6 | 7 => probe[r] = best as i32,
             2 => probe[r] = b.rng.below(vocab) as i32,
             3 => z[(best + 1) % vocab] = z[best],
+            _ => {}
+        }
+        match r {
+            6 => z[best] = round_to(DType::F32, z[best] + 16.0 * temperature),
+            7 => z[best] = round_to(DType::F32, z[best] + 200.0 * temperature),
             _ => {}
         }
         uniform[r] = match r {
@@ -127,7 +133,7 @@ fn pick(name: &str, act: DType, temperature: f64, rows: usize, vocab: usize, std
             },
         };
         // At the ends of [0, 1) the share of the outermost tokens must exceed the arithmetic's error.
-        if r >= 4 {
+        if matches!(r, 4 | 5) {
             let ends = [0, vocab - 1];
             ends.iter().for_each(|&e| z[e] = z[best]);
         }

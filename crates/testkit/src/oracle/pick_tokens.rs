@@ -25,8 +25,12 @@ fn softmax(z: &[f64], temperature: f64) -> Vec<f64> {
     e.iter().map(|v| v / sum).collect()
 }
 
-fn without(p: &[f64], probe: i32) -> Vec<f64> {
-    p.iter().enumerate().map(|(i, &p)| if i as i32 == probe { 0.0 } else { p }).collect()
+/// Softmax of `z / temperature` over the tokens besides the probe; the probe gets 0.
+fn without(z: &[f64], temperature: f64, probe: i32) -> Vec<f64> {
+    softmax(
+        &z.iter().enumerate().map(|(i, &z)| if i as i32 == probe { f64::NEG_INFINITY } else { z }).collect::<Vec<_>>(),
+        temperature,
+    )
 }
 
 /// Picks of one row of logits.
@@ -40,7 +44,7 @@ pub fn pick_row(z: &[f64], temperature: f64, uniform: f64, probe: i32) -> Pick {
     }
     let p = softmax(z, temperature);
     let prob = usize::try_from(probe).map_or(0.0, |i| p[i]);
-    let rest = without(&p, probe);
+    let rest = without(z, temperature, probe);
     let target = uniform * rest.iter().sum::<f64>();
     let mut drawn = rest.iter().rposition(|&p| p > 0.0).expect("some token besides the probe is possible") as i32;
     let mut sum = 0.0;
@@ -59,11 +63,9 @@ pub fn draw_margin(z: &[f64], temperature: f64, uniform: f64, probe: i32) -> f64
     if temperature == 0.0 {
         return 1.0;
     }
-    let rest = without(&softmax(z, temperature), probe);
-    let total: f64 = rest.iter().sum();
     let (mut sum, mut margin) = (0.0, f64::INFINITY);
-    for p in &rest {
-        sum += p / total;
+    for p in without(z, temperature, probe) {
+        sum += p;
         margin = margin.min((sum - uniform).abs());
     }
     margin

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The first thing to run on a GPU machine that has no cargo: carried binaries of the op suite and the bench, then a compact table. Under 4 minutes.
+#
+# usage: bench/lab/cuda_first_run.sh FOLDER   with FOLDER holding op_suite, executor and bench (bench/lab/cuda_pack.sh makes it)
+# Full logs go to $OUT (or a temporary folder). Exit code 1 when a test failed; the bench runs all the same.
+set -uo pipefail
+bin=$(cd "$1" && pwd)
+log=${OUT:-$(mktemp -d)}
+export DRAFTHORSE_DEVICE_REQUIRED=1
+failed=0
+
+# part SECONDS NAME COMMAND...: runs it with a limit, logs it, prints how it ended.
+part() {
+    local limit=$1 name=$2 begun=$SECONDS code
+    shift 2
+    timeout "$limit" "$@" >"$log/$name.log" 2>&1
+    code=$?
+    [ "$code" -eq 0 ] || failed=1
+    printf '%-22s exit %-3s %4s s\n' "$name" "$code" "$((SECONDS - begun))"
+}
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+part 60 op_suite_common "$bin/op_suite" --test-threads=1 --nocapture every_case
+for dim in 64 128 256; do part 30 "attention_$dim" "$bin/op_suite" --test-threads=1 --nocapture "attention_with_heads_of_$dim"; done
+part 40 attention_mma "$bin/op_suite" --test-threads=1 --nocapture attention_without_wgmma
+part 60 capture "$bin/op_suite" --test-threads=1 --nocapture captured_graphs
+part 60 executor "$bin/executor" --test-threads=1 --nocapture
+part 30 bench_tiny "$bin/bench" --shape tiny --batch 2 --seq 512 --anchors 64 --micro 64 --chunk 512 --table "$log/algorithms.txt"
+part 90 bench_8b "$bin/bench" --shape qwen3-8b --micro 512 --table "$log/algorithms.txt"
+for name in op_suite_common attention_64 attention_128 attention_256 attention_mma capture executor; do
+    if grep -qE 'panicked|FAILED|error' "$log/$name.log"; then
+        echo "-- $name"
+        grep -vE '^(running|test result|failures:|$)' "$log/$name.log" | cut -c1-400 | head -25
+    fi
+done
+for name in bench_tiny bench_8b; do
+    echo "-- $name"
+    cut -c1-200 "$log/$name.log" | head -60
+done
+exit "$failed"
