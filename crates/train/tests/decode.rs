@@ -331,7 +331,7 @@ impl Tally {
         self.expected.iter_mut().zip(p).for_each(|(e, p)| *e += p);
     }
 
-    /// Pearson's χ² over tokens expected at least 5 times, the rest pooled into one cell, in standard deviations above its mean.
+    /// Pearson's χ² over tokens expected at least 5 times, the rest pooled into one cell, as a standard normal (Wilson and Hilferty 1931).
     /// Contexts differ between draws, so a cell's variance is Σ p(1-p) ≤ Σ p: the χ² law bounds it from above. None where the tokens do not
     /// fill five cells.
     fn excess(&self) -> Option<f64> {
@@ -349,7 +349,8 @@ impl Tally {
             cells += 1;
         }
         let degrees = f64::from(cells - 1);
-        (cells >= 5).then(|| (chi - degrees) / (2.0 * degrees).sqrt())
+        let spread = 2.0 / (9.0 * degrees);
+        (cells >= 5).then(|| ((chi / degrees).cbrt() - (1.0 - spread)) / spread.sqrt())
     }
 }
 
@@ -409,7 +410,7 @@ impl Executor for Tampered {
 
 /// Samples `count` completions of three tokens and compares each token with the target's distribution given what came before it. The third token
 /// is tallied by the origin of the second: a row further on in the same pass, or a pass of its own.
-fn sampled<E: Executor>(
+fn sampled<E: Executor + Send>(
     models: &Models,
     decoder: &mut Decoder<E>,
     prompt: &[u32],
@@ -417,12 +418,12 @@ fn sampled<E: Executor>(
     count: u64,
     drafts: bool,
 ) -> Vec<Tally> {
-    let completions: Vec<Completion> = (0..count)
-        .map(|i| {
-            let request = Request { prompt, max_new_tokens: 3, temperature, stop: &[], seed: i / 2, number: i % 2 };
-            if drafts { decoder.speculate(&request) } else { decoder.plain(&request) }.unwrap()
-        })
-        .collect();
+    let mut complete = |i| {
+        let request = Request { prompt, max_new_tokens: 3, temperature, stop: &[], seed: i / 2, number: i % 2 };
+        if drafts { decoder.speculate(&request) } else { decoder.plain(&request) }.unwrap()
+    };
+    // In the compute thread itself: thousands of tiny passes would spend most of their time handing over to it.
+    let completions: Vec<Completion> = models.backend.pool().install(|| (0..count).map(&mut complete).collect());
     let sequences: Vec<Vec<u32>> = completions.iter().map(|c| [prompt, &c.tokens()[..2]].concat()).collect();
     let next = models.next_token(&sequences, f64::from(temperature));
     let vocab = models.target.config.vocab;
@@ -443,18 +444,41 @@ fn sampled<E: Executor>(
     tallies
 }
 
+/// What a wrong distribution exceeds; a right one does with probability below 1e-5.
+const BOUND: f64 = 4.3;
+
+/// A temperature at which the tiny target is sure enough of its tokens for a third of the first drafts to be accepted.
+const COLD: f32 = 0.15;
 
 #[test]
-fn explore() {
+fn sampled_tokens_are_distributed_as_the_targets() {
     let (golden, models) = (golden(), Models::open());
-    let begun = std::time::Instant::now();
-    for r in [1, 3, 4] {
-        let prompt = &golden.requests[r].prompt;
-        let mut decoder = models.decoder(32);
-        for temperature in [0.05, 0.1, 0.15, 0.25] {
-            for t in &sampled(&models, &mut decoder, prompt, temperature, 2000, true) {
-                println!("{:?} request {r} temperature {temperature}, {}: {:?} of {}", begun.elapsed(), t.name, t.excess(), t.seen.iter().sum::<f64>());
-            }
-        }
+    let mut decoder = models.decoder(16);
+    let mut check = |request: usize, temperature: f32, count: u64, drafts: bool| -> usize {
+        let tallies = sampled(&models, &mut decoder, &golden.requests[request].prompt, temperature, count, drafts);
+        let tested = tallies.iter().filter_map(|t| Some((t.excess()?, t.name)));
+        tested.map(|(z, name)| assert!(z < BOUND, "request {request}, temperature {temperature}, {name}: {z:.2}")).count()
+    };
+    // At temperature 1 this target gives a draft a few percent: too few completions have an accepted one for the fourth tally.
+    assert!(check(0, 1.0, 2500, true) >= 3);
+    assert_eq!(check(3, COLD, 2000, true), 4);
+    assert_eq!(check(0, 1.0, 500, false), 3);
+}
+
+#[test]
+fn a_wrong_acceptance_rule_is_caught() {
+    let (golden, models) = (golden(), Models::open());
+    type Rule = (&'static str, f32, fn(f32) -> f32);
+    let rules: [Rule; 4] =
+        [("always", 1.0, |_| 1.0), ("always", COLD, |_| 1.0), ("never", COLD, |_| 0.0), ("half as often", COLD, |p| p / 2.0)];
+    for (name, temperature, rule) in rules {
+        let mut decoder = models.decoder_on(16, |inner, program| {
+            let prob = program.find("target.verify.prob").expect("the verify pass has probabilities");
+            Tampered { inner, prob, rule }
+        });
+        let first = &sampled(&models, &mut decoder, &golden.requests[3].prompt, temperature, 500, true)[1];
+        let z = first.excess().expect("enough tokens");
+        println!("accepting {name} at temperature {temperature}: {z:.1}");
+        assert!(z > 1.5 * BOUND, "accepting {name} at temperature {temperature} goes unnoticed: {z:.2}");
     }
 }

@@ -46,7 +46,8 @@ fn header(tree: &Tree, path: &str, ops: &[String]) -> Vec<Finding> {
         .iter()
         .find_map(|l| l.split_once("Mathematics: "))
         .map_or("", |(_, rest)| rest.split_inclusive(".rs").next().unwrap_or(""));
-    if !ops.contains(&op) && !(contract.starts_with(CONTRACTS) && tree.has(contract)) {
+    let has_contract = contract.starts_with(CONTRACTS) && tree.has(contract);
+    if !has_contract && !ops.contains(&op) {
         let what = format!(
             "names no op: begin with its name, or say `Mathematics: {CONTRACTS}/….rs` (`{op}` is no op, `{contract}` no file)"
         );
