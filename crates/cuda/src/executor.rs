@@ -15,11 +15,12 @@ use crate::command::{Command, Pointer, Work};
 use crate::driver::{Buffer, DeviceHandle, Event, Graph, Pinned, Stream};
 use crate::error::CudaError;
 use crate::frozen::FrozenStore;
+use crate::host::{bounds, narrow, widen};
 use crate::lower::{Lowering, scratch_bytes};
 use crate::slot::CudaSlot;
 use crate::staging::{Returns, Ring};
 use crate::timing::zero;
-use drafthorse_graph::op::{Access, Op};
+use drafthorse_graph::op::Access;
 use drafthorse_graph::plan::Region;
 use drafthorse_graph::{
     DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId,
@@ -413,41 +414,6 @@ fn segments(commands: &[Command]) -> Vec<Segment> {
     segments
 }
 
-/// Ranges that index arrays written by the host must keep, from the ops that read them.
-fn bounds(program: &Program) -> HashMap<TensorId, Range<i64>> {
-    let mut bounds: HashMap<TensorId, Range<i64>> = HashMap::new();
-    for node in program.phases().flat_map(|(_, p)| &p.nodes) {
-        let rows = |t| program.get(t).rows() as i64;
-        let bound = match &node.op {
-            Op::Embed(op) => Some((op.ids, 0..rows(op.table))),
-            Op::QkNormRope(op) => Some((op.rotary.positions, 0..rows(op.rotary.cos))),
-            Op::ScatterRows(op) => Some((op.inverse, -1..rows(op.dy))),
-            Op::KvAppend(op) => Some((op.cache.len, 0..rows(op.cache.k) - rows(op.k) + 1)),
-            Op::CachedAttention(op) => Some((op.cache.len, 0..rows(op.cache.k) - rows(op.q) + 1)),
-            _ => None,
-        };
-        if let Some((t, range)) = bound {
-            let known = bounds.entry(t).or_insert_with(|| range.clone());
-            *known = known.start.max(range.start)..known.end.min(range.end);
-        }
-    }
-    bounds.retain(|&t, _| program.get(t).role == Role::Input);
-    bounds
-}
-
-/// binary32 → bfloat16 bits, nearest even; NaN stays NaN.
-fn narrow(x: f32) -> u16 {
-    let bits = x.to_bits();
-    if x.is_nan() {
-        return (bits >> 16) as u16 | 0x40;
-    }
-    ((bits.wrapping_add(0x7fff + ((bits >> 16) & 1))) >> 16) as u16
-}
-
-fn widen(x: u16) -> f32 {
-    f32::from_bits(u32::from(x) << 16)
-}
-
 impl Executor for CudaExecutor {
     type Slot = CudaSlot;
 
@@ -592,7 +558,7 @@ impl Executor for CudaExecutor {
         self.device.bind().map_err(&failed)?;
         let (at, bytes) = (self.regions[&Region::Grad].address(), self.plan.bytes(Region::Grad));
         let mut grads = vec![0.0f32; bytes / 4];
-        let host: &mut [u8] = bytemuck::cast_slice_mut(&mut grads);
+        let host = bytemuck::cast_slice_mut::<f32, u8>(&mut grads);
         self.download(at, bytes, &mut |from, data| host[from..from + data.len()].copy_from_slice(data)).map_err(&failed)?;
         f(&mut grads);
         let host: &[u8] = bytemuck::cast_slice(&grads);
@@ -603,8 +569,7 @@ impl Executor for CudaExecutor {
 
     fn held_bytes(&self) -> u64 {
         let own: usize = self.regions.values().map(Buffer::bytes).sum();
-        let align = drafthorse_graph::plan::ALIGN;
-        let frozen: usize = self.frozen.iter().map(|b| b.bytes().next_multiple_of(align)).sum();
+        let frozen: usize = self.frozen.iter().map(|b| b.bytes().next_multiple_of(drafthorse_graph::plan::ALIGN)).sum();
         (own + frozen) as u64 + self.extra_bytes()
     }
 }

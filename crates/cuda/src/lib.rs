@@ -10,6 +10,7 @@ mod driver;
 mod error;
 mod executor;
 mod frozen;
+mod host;
 mod kernels;
 mod loader;
 mod lower;
