@@ -218,7 +218,17 @@ fn write_micro(exec: &mut CudaExecutor, passes: &TrainPasses, m: &Micro) -> Resu
     exec.write(i.weights, HostRef::F32(&m.weights))
 }
 
-fn main() -> Result<(), Failure> {
+fn main() -> std::process::ExitCode {
+    match run() {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Failure> {
     let mut args = Args(BTreeMap::new());
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {

@@ -70,7 +70,7 @@ fn train(epoch: u64, global_batch: u64) -> (Vec<Vec<u64>>, Vec<Vec<f32>>) {
                 Ok(())
             });
         }
-        for rank in 0..DRAFTERS {
+        for (rank, result) in results.iter().enumerate() {
             crew.spawn(board.register(format!("drafter {rank}"), None), move |station| {
                 let mut end = conveyor.drafter(rank, station)?;
                 let mut reducer = group.join(rank, station)?;
@@ -95,7 +95,7 @@ fn train(epoch: u64, global_batch: u64) -> (Vec<Vec<u64>>, Vec<Vec<f32>>) {
                     station.advance(1);
                 }
                 assert!(end.next()?.is_none(), "nothing is left over");
-                *results[rank].lock().unwrap() = (trained, sums);
+                *result.lock().unwrap() = (trained, sums);
                 Ok(())
             });
         }
