@@ -176,7 +176,9 @@ fn a_stop_request_saves_and_the_rest_resumes_to_the_same_bits() {
 
 #[test]
 fn a_stop_before_the_gate_ends_the_run_at_once() {
-    let ran = run(config(&[]), vec![], |cancel, _| drop(cancel.request_stop("SIGTERM")));
+    let ran = run(config(&[]), vec![], |cancel, _| {
+        cancel.request_stop("SIGTERM");
+    });
     let error = ran.outcome.as_ref().unwrap_err();
     assert_eq!(error.kind(), drafthorse_train::pipeline::cancel::Kind::Stopped, "{error}");
     assert!(error.to_string().contains("before the first step"), "{error}");
