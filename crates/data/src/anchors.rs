@@ -36,7 +36,7 @@ pub fn slot_weights(block: usize, gamma: f64) -> Vec<f32> {
     (1..block).map(|k| libm::exp(-((k - 1) as f64) / gamma) as f32).collect()
 }
 
-/// All i with mask[i] and mask[i+1] set, ascending.
+/// All i with `mask[i]` and `mask[i+1]` set, ascending.
 pub fn candidates(mask: &[i8]) -> Vec<u32> {
     mask.windows(2).enumerate().filter(|(_, w)| w[0] == 1 && w[1] == 1).map(|(i, _)| i as u32).collect()
 }

@@ -1,7 +1,7 @@
 //! Writes tokenized rows as Hugging Face `datasets.save_to_disk` does: Arrow stream files, state.json, dataset_info.json.
 //!
 //! It writes into a folder that the caller names and publishes later; it refuses nothing, because rows were checked before.
-//! Invariants: columns `input_ids` list<int32>, `loss_mask` list<int8>, `seq_len` int32; files are closed with their end
+//! Invariants: columns `input_ids` `list<int32>`, `loss_mask` `list<int8>`, `seq_len` `int32`; files are closed with their end
 //! mark and fsynced; names carry the final number of files.
 
 use std::collections::HashMap;

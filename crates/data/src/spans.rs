@@ -1,6 +1,6 @@
 //! Which bytes of a rendered conversation the assistant generates, from the structure of the template alone.
 //!
-//! The conversation is rendered twice, plain and with probes ([`crate::probes`]), and for each assistant turn the prompt
+//! The conversation is rendered twice, plain and with probes (module `probes`), and for each assistant turn the prompt
 //! before it is rendered with its generation prompt. What follows the last probe of that prompt (the *tail*) is what a server
 //! feeds before the model speaks; the turn's span begins where the tail ends in the whole conversation, or at the turn's
 //! first own text where the template shortens the tail in history, and ends with the turn's stop token.
