@@ -53,7 +53,7 @@ fn no_batch_makes_anything_grow_or_depends_on_the_one_before() {
         (report.loss.to_bits(), report.grad_norm.to_bits(), report.weight_sum.to_bits(), tally.accuracy())
     };
     let epoch = setup.builder.schedule().epoch_batches(0);
-    let mut order: Vec<Batch> = (0..epoch).map(|i| setup.builder.build(i).unwrap()).collect();
+    let mut order: Vec<Batch> = (0..epoch.min(16)).map(|i| setup.builder.build(i).unwrap()).collect();
     let shapes: BTreeSet<(usize, usize, usize)> = order.iter().map(|b| (b.n_tokens, b.n_seqs, b.n_blocks)).collect();
     assert!(shapes.len() >= 8, "the batches differ: {shapes:?}");
     // From the fullest to the emptiest, then back: each batch once behind a fuller one and once behind an emptier one.
