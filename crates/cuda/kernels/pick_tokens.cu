@@ -3,8 +3,8 @@
 // Mathematics: crates/graph/src/op/pick_tokens.rs. Arguments: logits [R, V] f32; temperature [1] f32, uniform [R] f32, probe [R] i32 on the device;
 // argmax, drawn [R] i32, top2 [R, 2], prob [R] f32; vocab = V.
 // Launch: pick_tokens(logits, temperature, uniform, probe, argmax, top2, prob, drawn, vocab): grid R, block 1024; V at most 2^20.
-// Numerics: masses exp((z - max)/temperature) and their sums fp32: tiles of 1024 tokens summed by one warp each, tiles added in ascending order, so that
-// the draw walks ids in ascending order. Bound: 12*R*V bytes.
+// Numerics: masses exp((z - m)/temperature), m the largest logit besides the probe, and their sums fp32: tiles of 1024 tokens summed by one warp each,
+// tiles added in ascending order, so that the draw walks ids in ascending order and never ends on the probe. Bound: 12*R*V bytes.
 #include "common/vec.cuh"
 
 static constexpr int TILE = 1024, MAX_TILES = 1024;
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         }
     }
     if (heat == 0.0f) return;
-    auto mass = [&](int v) { return expf((z[v] - best.first) / heat); };
+    const float top = tested == best.at ? best.second : best.first;
+    auto mass = [&](int v) { return expf((z[v] - top) / heat); };
     const int count = (vocab + TILE - 1) / TILE;
     for (int tile = warp; tile < count; tile += 32) {
         float sum = 0.0f;
@@ -65,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) {
         float open = 0.0f;
         for (int t = 0; t < count; ++t) open += tiles[t];
-        const float own = tested >= 0 ? mass(tested) : 0.0f;
-        prob[row] = own / (open + own);
+        // As a ratio to the probe's own mass, which may exceed every float.
+        prob[row] = tested >= 0 ? 1.0f / (1.0f + open * expf((top - z[tested]) / heat)) : 0.0f;
         threshold = uniform[row] * open;
         float seen = 0.0f;
-        chosen_tile = -1;
-        // Rounding can leave the threshold above the last sum: the last tile with mass is then the one.
+        chosen_tile = 0;
+        // Some token besides the probe has mass 1. Rounding can leave the threshold above the last sum: the last tile with mass is then the one.
         for (int t = 0; t < count; ++t) {
             if (tiles[t] <= 0.0f) continue;
             chosen_tile = t;
@@ -78,12 +79,11 @@ extern "C" __global__ void __launch_bounds__(1024)
             seen += tiles[t];
             if (seen > threshold) break;
         }
-        if (chosen_tile < 0) drawn[row] = best.at;
     }
     __syncthreads();  // the tile is chosen before a warp walks it
-    if (warp != 0 || chosen_tile < 0) return;
+    if (warp != 0) return;
     float seen = before_tile;
-    int last = best.at;
+    int last = -1;
     for (int base = chosen_tile * TILE; base < min(vocab, (chosen_tile + 1) * TILE); base += 32) {
         const int v = base + lane;
         const float m = v < vocab && v != tested ? mass(v) : 0.0f;
