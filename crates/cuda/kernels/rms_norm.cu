@@ -3,7 +3,7 @@
 // Mathematics: crates/graph/src/op/rms_norm.rs. Arguments: x, delta, sum, y [T, H] bf16; w [H] bf16; rstd [T] f32; delta and sum are null when
 // there is no residual branch. The sum is rounded to bf16 before it is normed.
 // Launch: rms_norm_w{1,2,4}(x, delta, sum, w, y, rstd, cols = H, eps): H a multiple of 8, at most 4096 * {1,2,4}; grid T,
-//   block ceil(H / (8 * items)) rounded up to 32. rms_norm_narrow: any H <= 8192, block 1024.
+//   block ceil(H / (8 * items)) rounded up to 32. rms_norm_narrow: any H <= 4096, block 1024.
 // Numerics: fp32 between load and store, one fixed order. Bound: 4*T*H bytes, 8*T*H with a residual.
 #include "common/vec.cuh"
 
@@ -50,4 +50,4 @@ FN void rms_norm_row(const bf16 *x, const bf16 *delta, bf16 *sum, const bf16 *w,
 RMS_NORM(w1, 512, 8, 1)
 RMS_NORM(w2, 512, 8, 2)
 RMS_NORM(w4, 512, 8, 4)
-RMS_NORM(narrow, 1024, 1, 8)
+RMS_NORM(narrow, 1024, 1, 4)

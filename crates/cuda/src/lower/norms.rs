@@ -26,8 +26,8 @@ impl Lowering<'_> {
             n if n.is_multiple_of(8) && n <= 4096 => ("rms_norm_w1", warps(n / 8)),
             n if n.is_multiple_of(8) && n <= 8192 => ("rms_norm_w2", warps(n.div_ceil(16))),
             n if n.is_multiple_of(8) && n <= 16_384 => ("rms_norm_w4", warps(n.div_ceil(32))),
-            n if n <= 8192 => ("rms_norm_narrow", 1024),
-            n => return Err(self.refuse(format!("rows of {n} columns: the norm takes 16384, or 8192 when no multiple of 8"))),
+            n if n <= 4096 => ("rms_norm_narrow", 1024),
+            n => return Err(self.refuse(format!("rows of {n} columns: the norm takes 16384, or 4096 when no multiple of 8"))),
         };
         self.launch("rms_norm", symbol, [self.rows(op.x), 1], [threads, 1], 0, args)
     }
