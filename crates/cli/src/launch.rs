@@ -8,11 +8,10 @@ use crate::exit::{Exit, Failure, exit_of_cause};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
 use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
-use drafthorse_train::checkpoint::Meta;
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::{Backend, CpuBackend};
 use drafthorse_train::pipeline::cancel::{Cancel, Cause};
-use drafthorse_train::run::{Options, Outcome, first_meta, train};
+use drafthorse_train::run::{Options, Outcome, check_resume, train};
 use drafthorse_train::setup::Setup;
 use std::fs::{File, TryLockError};
 use std::io::Write;
@@ -140,9 +139,7 @@ pub fn launch<B: Backend>(
         on_stuck: end_stuck,
     };
     // Before the folder's record is replaced: a refused resume leaves it as it was.
-    for (i, path) in options.resume.iter().enumerate() {
-        Meta::read(path)?.check(path, &first_meta(setup, i, &options))?;
-    }
+    check_resume(setup, &options)?;
     let file = launch.run_dir.join(CONFIG_FILE);
     std::fs::write(&file, setup.config.to_toml()).map_err(|e| Failure::file("write", &file, &e))?;
     let telemetry = Telemetry::start(TelemetryOptions::new(&launch.run_dir, &launch.run_id))?;

@@ -1,17 +1,59 @@
 //! A target and a drafter, loaded and ready to decode.
 //!
-//! Job: what `eval`, `generate`, `overfit` and `demo` share: one decoder on the CPU, with progress while it loads. Refuses nothing of its own.
+//! Job: what `eval`, `generate`, `overfit` and `demo` share: one decoder on the CPU, with progress while it loads; and how the first two open what the user
+//! names. Refuses temperatures that are none.
 //! Invariant: the decoder has room for the longest prompt and its completion.
 
-use crate::exit::Failure;
+use crate::drafter_source::{DrafterSource, target_of};
+use crate::exit::{Exit, Failure};
 use crate::format::bytes;
 use crate::progress::Progress;
 use crate::screen::Screen;
 use drafthorse_cpu::CpuExecutor;
+use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_models::draft_config::DraftConfig;
 use drafthorse_train::decode::{Decoder, decode_program};
 use drafthorse_train::frozen::{Backend, CpuBackend, FrozenSource, TargetFiles};
+use drafthorse_train::setup::today;
+use serde_json::Map;
+use std::path::Path;
 use std::sync::Arc;
+
+/// What a user names to decode with.
+pub struct Pair {
+    /// The target.
+    pub target: TargetFiles,
+    /// Its tokenizer and template.
+    pub tokenizer: ChatTokenizer,
+    /// The drafter.
+    pub drafter: DrafterSource,
+}
+
+impl Pair {
+    /// Opens the drafter at `path` with `target`, or with the target that its run recorded; tells the notices of both.
+    ///
+    /// # Errors
+    /// When one of them is wrong, or they do not belong together.
+    pub fn open(target: Option<&Path>, path: &Path, screen: Screen) -> Result<Pair, Failure> {
+        let folder = target_of(target, path)?;
+        let target = TargetFiles::open(&folder)?;
+        let tokenizer = ChatTokenizer::load(&folder, &folder.display().to_string(), &Map::new(), today())?;
+        let drafter = DrafterSource::open(path, &target.config)?;
+        target.notices.iter().chain(&drafter.notices).for_each(|n| screen.note(format!("note: {n}")));
+        Ok(Pair { target, tokenizer, drafter })
+    }
+}
+
+/// Refuses what is no temperature.
+///
+/// # Errors
+/// Naming the flag.
+pub fn check_temperature(temperature: f32) -> Result<(), Failure> {
+    if temperature.is_finite() && temperature >= 0.0 {
+        return Ok(());
+    }
+    Err(Failure::new(Exit::Usage, format!("--temperature {temperature} is no temperature"), "use 0 (greedy) or more"))
+}
 
 /// A decoder for requests of at most `max_tokens` tokens.
 ///

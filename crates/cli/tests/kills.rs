@@ -1,4 +1,4 @@
-//! Kill -9 at random moments, saves included: the run that resumes each time ends with the bits of the run that was never killed.
+//! Kill -9 at random moments, every second one inside a save: the run that resumes each time ends with the bits of the run that was never killed.
 //!
 //! The number of kills is 6, or `DRAFTHORSE_KILLS`. The seed of the moments is printed; `DRAFTHORSE_KILL_SEED` repeats it.
 
@@ -47,6 +47,17 @@ fn finish(child: Child) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Folders of saves that have not ended, with their times: a killed writer leaves one, which the next launch removes.
+fn unfinished_saves(run: &Path) -> Vec<(std::ffi::OsString, Option<SystemTime>)> {
+    std::fs::read_dir(run.join("checkpoints"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with(".writing-"))
+        .map(|e| (e.file_name(), e.metadata().and_then(|m| m.created().or_else(|_| m.modified())).ok()))
+        .collect()
+}
+
 fn files(run: &Path) -> BTreeMap<String, Vec<u8>> {
     let newest = std::fs::read_dir(run.join("checkpoints"))
         .unwrap()
@@ -78,9 +89,12 @@ fn a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not() {
     while killed < kills {
         // A run that ends before its kill is done; the next one starts from nothing.
         let name = format!("killed-{round}");
+        let left = unfinished_saves(&dir.path().join(&name));
+        let is_saving = || unfinished_saves(&dir.path().join(&name)).iter().any(|save| !left.contains(save));
         let mut child = train(&config, &name);
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         std::thread::sleep(Duration::from_millis((state >> 33) % (whole_ms * 2 / 3).max(1)));
+        while killed % 2 == 1 && !is_saving() && child.try_wait().unwrap().is_none() {}
         if child.try_wait().unwrap().is_some() {
             round += 1;
             continue;
@@ -88,16 +102,10 @@ fn a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not() {
         child.kill().unwrap();
         child.wait().unwrap();
         killed += 1;
-        let checkpoints = dir.path().join(&name).join("checkpoints");
-        saving += u64::from(
-            std::fs::read_dir(checkpoints)
-                .into_iter()
-                .flatten()
-                .flatten()
-                .any(|e| e.file_name().to_string_lossy().starts_with('.')),
-        );
+        saving += u64::from(is_saving());
     }
     println!("{killed} kills, {saving} of them inside a save");
+    assert!(saving > 0, "no kill fell inside a save");
     let want = files(&dir.path().join("whole"));
     for r in 0..=round {
         finish(train(&config, &format!("killed-{r}")));

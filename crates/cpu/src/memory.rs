@@ -78,6 +78,7 @@ pub enum SlotView<'a> {
 impl Memory {
     /// Allocates every region of `plan`. `frozen` holds the content of each frozen tensor; `round` keeps BF16 tensors at bf16 values.
     pub fn new(plan: &Plan, frozen: HashMap<TensorId, Arc<Vec<f32>>>, round: bool) -> Memory {
+        // In the order of `Region`, which `views` walks.
         let owned = [Region::Weight, Region::State, Region::Grad, Region::Step, Region::Input, Region::Output, Region::Arena];
         let regions = owned.iter().map(|&r| (r, vec![0.0f32; plan.bytes(r) / 4])).collect();
         Memory { regions, frozen, round }
@@ -135,7 +136,6 @@ impl Memory {
         }
         wanted.sort_unstable_by_key(|w| (w.0, w.1));
         let mut wanted = wanted.into_iter().peekable();
-        self.regions.sort_unstable_by_key(|(r, _)| *r);
         for (region, data) in &mut self.regions {
             let mut rest = data.as_mut_slice();
             let mut consumed = 0;

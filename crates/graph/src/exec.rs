@@ -83,7 +83,8 @@ pub enum ExecError {
 
 /// Runs the phases of one program on one device.
 pub trait Executor {
-    /// One batch's context features. Ownership of a slot is what travels between workers.
+    /// One batch's context features. Ownership of a slot is what travels between workers, which may happen while reads of it are still queued: a
+    /// backend that queues must order the next writer behind them.
     type Slot: Send + 'static;
 
     /// Copies host data into a tensor of any role but `Frozen` and `Slot`; ordered before the next [`Executor::run`].

@@ -7,9 +7,10 @@ use crate::metrics::{RowResults, Tally};
 use drafthorse_data::batch::{Batch, MicroBatch};
 use drafthorse_data::rng::{CounterRng, Stream};
 use drafthorse_graph::op::optim::{AdamConfig, Stat};
-use drafthorse_graph::{ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
-use drafthorse_models::draft::dflash::{Dflash, Shared, TrainPasses, TrainShape};
+use drafthorse_graph::{DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
+use drafthorse_models::draft::dflash::{Dflash, TrainPasses, TrainShape};
 use drafthorse_models::draft_config::DraftConfig;
+use drafthorse_models::hf_config::TargetConfig;
 use drafthorse_models::target::Target;
 use std::sync::Arc;
 
@@ -19,52 +20,18 @@ pub struct DrafterProgram {
     pub program: Arc<Program>,
     /// Its phases and inputs.
     pub passes: Arc<TrainPasses>,
+    /// Copies the drafter's own layers out of a slot that holds more; the passes then read no slot.
+    pub select: Option<PhaseId>,
     /// (internal name, weight).
     pub weights: Vec<(String, TensorId)>,
     /// Tokens per block.
     pub block: usize,
 }
 
-/// Columns of the slot that a drafter uses.
-pub struct SlotColumns<'a> {
-    /// Target layers in the slot, ascending.
-    pub captured: &'a [usize],
-    /// Width of one captured layer.
-    pub hidden: usize,
-}
-
-/// Declares the drafter's training passes in `program`, which already holds `shared`'s tensors.
-pub fn declare_drafter(
-    program: &mut Program,
-    config: &DraftConfig,
-    shared: Shared,
-    slot: TensorId,
-    columns: SlotColumns<'_>,
-    shape: TrainShape,
-    adam: AdamConfig,
-) -> (TrainPasses, Vec<(String, TensorId)>) {
-    let drafter = Dflash::declare(program, config, shared, shape.budget + config.block_size);
-    let features = if columns.captured == config.target_layer_ids {
-        slot
-    } else {
-        // A sweep's slot holds the union of all drafters' layers; this drafter copies its own out before its context pass.
-        let h = columns.hidden;
-        let own = program.tensor("draft.features", &[shape.budget, config.fc_columns()], program.act, Role::Step);
-        let mut b = program.begin("draft.select_features");
-        for (i, id) in config.target_layer_ids.iter().enumerate() {
-            let at = columns.captured.iter().position(|c| c == id).expect("the slot holds the union of captured layers");
-            b.capture(slot, at * h, own, i * h, h);
-        }
-        own
-    };
-    let passes = drafter.train_passes(program, features, shape, adam);
-    (passes, drafter.parameters.weights)
-}
-
-/// A program that holds only a drafter (and the target's embedding and head).
+/// A program that holds only a drafter (and the target's embedding and head). `captured` are the target layers in the slot, ascending.
 pub fn drafter_program(
-    act: drafthorse_graph::DType,
-    target: &drafthorse_models::hf_config::TargetConfig,
+    act: DType,
+    target: &TargetConfig,
     config: &DraftConfig,
     captured: &[usize],
     shape: TrainShape,
@@ -73,9 +40,21 @@ pub fn drafter_program(
     let mut program = Program::new(act);
     let shared = Target::declare_tables(&mut program, target);
     let slot = program.tensor("slot", &[shape.budget, captured.len() * target.hidden], act, Role::Slot);
-    let columns = SlotColumns { captured, hidden: target.hidden };
-    let (passes, weights) = declare_drafter(&mut program, config, shared, slot, columns, shape, adam);
-    DrafterProgram { program: Arc::new(program), passes: Arc::new(passes), weights, block: config.block_size }
+    let drafter = Dflash::declare(&mut program, config, shared, shape.budget + config.block_size);
+    let (mut features, mut select) = (slot, None);
+    if captured != config.target_layer_ids {
+        // A sweep's slot holds the union of all drafters' layers; this drafter copies its own out before its context pass.
+        let h = target.hidden;
+        features = program.tensor("draft.features", &[shape.budget, config.fc_columns()], act, Role::Step);
+        let mut b = program.begin("draft.select_features");
+        for (i, id) in config.target_layer_ids.iter().enumerate() {
+            let at = captured.iter().position(|c| c == id).expect("the slot holds the union of captured layers");
+            b.capture(slot, at * h, features, i * h, h);
+        }
+        select = Some(b.id());
+    }
+    let passes = Arc::new(drafter.train_passes(&mut program, features, shape, adam));
+    DrafterProgram { program: Arc::new(program), passes, select, weights: drafter.parameters.weights, block: config.block_size }
 }
 
 /// What the optimizer phase reported.
@@ -162,9 +141,9 @@ impl<E: Executor> Drafter<E> {
     /// When the device fails.
     pub fn train_batch(&mut self, batch: &Arc<Batch>, slot: &E::Slot, each: &mut dyn FnMut()) -> Result<(), ExecError> {
         let passes = Arc::clone(&self.program.passes);
-        let features = self.context(batch, slot)?;
+        self.context(batch, slot)?;
         self.micros(batch, passes.micro, each)?;
-        self.exec.run(passes.context_backward, features.slot(slot))
+        self.exec.run(passes.context_backward, self.features(slot))
     }
 
     /// Measures one held-out batch, forward only. Enqueues only.
@@ -243,19 +222,18 @@ impl<E: Executor> Drafter<E> {
             .collect()
     }
 
-    fn context(&mut self, batch: &Batch, slot: &E::Slot) -> Result<Features, ExecError> {
+    fn context(&mut self, batch: &Batch, slot: &E::Slot) -> Result<(), ExecError> {
         let passes = Arc::clone(&self.program.passes);
         self.exec.write(passes.positions, HostRef::I32(&batch.positions))?;
-        let select = self.program.program.phases().find(|(_, p)| p.name == "draft.select_features").map(|(id, _)| id);
-        let features = match select {
-            Some(select) => {
-                self.exec.run(select, SlotArg::Read(slot))?;
-                Features::Selected
-            }
-            None => Features::Slot,
-        };
-        self.exec.run(passes.context, features.slot(slot))?;
-        Ok(features)
+        if let Some(select) = self.program.select {
+            self.exec.run(select, SlotArg::Read(slot))?;
+        }
+        self.exec.run(passes.context, self.features(slot))
+    }
+
+    /// What the passes over context features run with: the slot, unless the features were copied out of it.
+    fn features<'s>(&self, slot: &'s E::Slot) -> SlotArg<'s, E::Slot> {
+        if self.program.select.is_some() { SlotArg::None } else { SlotArg::Read(slot) }
     }
 
     fn write_micro(&mut self, micro: &MicroBatch) -> Result<(), ExecError> {
@@ -287,20 +265,5 @@ impl<E: Executor> Drafter<E> {
             each();
         }
         Ok(())
-    }
-}
-
-/// Where the context pass takes its features from.
-enum Features {
-    Slot,
-    Selected,
-}
-
-impl Features {
-    fn slot<'a, S>(&self, slot: &'a S) -> SlotArg<'a, S> {
-        match self {
-            Features::Slot => SlotArg::Read(slot),
-            Features::Selected => SlotArg::None,
-        }
     }
 }

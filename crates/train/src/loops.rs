@@ -2,7 +2,7 @@
 //!
 //! Job: what each worker does between its start and its end, in the order that DESIGN 2 fixes. Refuses to start threads (that is [`crate::run`]).
 //! Invariants: every rank takes the same decisions at the same step (stop, skip, measure, save), because they decide on gathered votes; a slot is
-//! released only when the device has read it; held-out batches follow the step they measure.
+//! released once its last reader is enqueued, and a backend orders the next write behind that read (on the CPU it has happened); held-out batches follow the step they measure.
 
 use crate::capture::{capture, capture_program};
 use crate::checkpoint::{Loaded, Meta, Snapshot};

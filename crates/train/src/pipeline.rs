@@ -173,7 +173,7 @@ pub mod board;
 pub mod cancel;
 pub mod conveyor;
 pub mod crew;
-mod flow;
+pub(crate) mod flow;
 pub mod gate;
 pub mod layout;
 pub mod reduce;

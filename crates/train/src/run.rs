@@ -119,6 +119,20 @@ pub fn first_meta(setup: &Setup, variant: usize, options: &Options) -> Meta {
     }
 }
 
+/// The step that this launch goes on after: 0, or what the checkpoints to resume from say. Reads no tensor and changes nothing.
+///
+/// # Errors
+/// When a checkpoint is damaged or belongs to another run.
+pub fn check_resume(setup: &Setup, options: &Options) -> Result<u64, CheckpointError> {
+    let mut step = 0;
+    for (i, path) in options.resume.iter().enumerate() {
+        let meta = Meta::read(path)?;
+        meta.check(path, &first_meta(setup, i, options))?;
+        step = meta.step;
+    }
+    Ok(step)
+}
+
 /// Trains. Blocks until every worker has ended.
 ///
 /// # Errors
@@ -131,12 +145,7 @@ pub fn train<B: Backend>(
     cancel: &Cancel,
 ) -> Result<Outcome, RunFailure> {
     let started = Instant::now();
-    let mut start_step = 0;
-    for (i, path) in options.resume.iter().enumerate() {
-        let meta = Meta::read(path)?;
-        meta.check(path, &first_meta(setup, i, options))?;
-        start_step = meta.step;
-    }
+    let start_step = check_resume(setup, options)?;
     for variant in &setup.variants {
         let root = variant_dir(&options.run_dir, variant.name.as_deref()).join("checkpoints");
         for path in checkpoint::tidy_for_launch(&root, start_step)? {

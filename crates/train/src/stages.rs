@@ -5,6 +5,7 @@
 
 use crate::pipeline::board::{Board, Doing};
 use crate::pipeline::conveyor::Counters;
+use crate::pipeline::flow::{ROOM, SLOT_OF_DRAFTER, SLOT_OF_POOL};
 use drafthorse_telemetry::{ChannelSample, Pipeline, SlotSample, StageKind, StageSample};
 use std::collections::HashMap;
 
@@ -15,8 +16,8 @@ pub struct Stages {
     seen: HashMap<String, (u64, u64, u64)>,
 }
 
-/// Labels of waits for the stage after: room in the queue, free slots.
-const BLOCKED: [&str; 2] = ["room in the batch queue", "a free slot"];
+/// Labels of waits for the stage after, as the conveyor gives them.
+const BLOCKED: [&str; 3] = [ROOM, SLOT_OF_DRAFTER, SLOT_OF_POOL];
 
 impl Stages {
     /// What happened since the last look.
@@ -29,7 +30,7 @@ impl Stages {
             let busy: u64 = view.busy_ns.values().sum();
             let (mut wait, mut blocked) = (0, 0);
             for (label, ns) in &view.wait_ns {
-                if BLOCKED.iter().any(|b| label.starts_with(b)) { blocked += ns } else { wait += ns }
+                if BLOCKED.contains(label) { blocked += ns } else { wait += ns }
             }
             let (b, w, k) = self.seen.insert(view.name.clone(), (busy, wait, blocked)).unwrap_or_default();
             let at = match view.doing {
@@ -73,4 +74,54 @@ fn kind(worker: &str) -> Option<StageKind> {
 
 fn ms(ns: u64) -> f64 {
     ns as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::cancel::Cancel;
+    use crate::pipeline::conveyor::Conveyor;
+    use crate::pipeline::layout::{Assignment, Batch, Layout, Mode};
+    use std::time::Duration;
+
+    struct Numbered(u64);
+
+    impl Batch for Numbered {
+        fn index(&self) -> u64 {
+            self.0
+        }
+    }
+
+    /// A target with a batch and no slot is held up by the drafters, and one without a batch waits for the prefetcher: real waits on a conveyor.
+    #[test]
+    fn what_holds_a_target_up_is_told_apart() {
+        for (batches, mode) in [(2, Mode::Replicas), (2, Mode::Sweep), (1, Mode::Replicas)] {
+            let (cancel, board) = (Cancel::new(), Board::default());
+            let layout = Layout { targets: 1, drafters: 1, mode, assignment: Assignment::FirstFree, queue_depth: 4 };
+            let conveyor = Conveyor::<Numbered, ()>::new(layout, &cancel, &board).unwrap();
+            conveyor.stock(0, vec![()]).unwrap();
+            let (feeding, target) = (board.register("prefetcher", None), board.register("target 0", None));
+            let mut feeder = conveyor.feeder(&feeding).unwrap();
+            (0..batches).for_each(|i| assert!(feeder.put(Numbered(i)).unwrap()));
+            let sample = std::thread::scope(|scope| {
+                let worker = scope.spawn(|| {
+                    let mut end = conveyor.target(0, &target).unwrap();
+                    end.take().unwrap().unwrap().fill();
+                    // Cancelled below, which is how this wait ends.
+                    assert!(end.take().is_err());
+                });
+                while target.current().0 != Doing::Waiting {
+                    std::thread::yield_now();
+                }
+                std::thread::sleep(Duration::from_millis(5));
+                let sample = Stages::default().sample(&board, &conveyor.counters(), 4, 1);
+                cancel.cancel(crate::pipeline::cancel::Cause::new(crate::pipeline::cancel::Kind::Stopped, "test", "done"));
+                worker.join().unwrap();
+                sample
+            });
+            let stage = sample.stages.iter().find(|s| s.worker == "target 0").unwrap();
+            let blocked = batches == 2;
+            assert_eq!((stage.blocked_ms > 0.0, stage.wait_ms > 0.0), (blocked, !blocked), "{mode:?}: {stage:?}");
+        }
+    }
 }

@@ -133,8 +133,10 @@ fn one_and_two_drafters_give_the_same_weights_to_rounding() {
     for (a, b) in one.losses().iter().zip(two.losses()) {
         assert!((a - b).abs() < 2e-5 * a.abs(), "{a} {b}");
     }
-    let other_data = run(config(&["seed=12"]), vec![], |_, _| {});
-    assert!(largest_difference(&one.final_state(), &other_data.final_state()) > 1e-2, "the comparison can fail");
+    // Same initial weights, other gradients: the bound above tells these apart, so it is no bound that everything meets.
+    let other_gradients = run(config(&["batch.anchors=3"]), vec![], |_, _| {});
+    let difference = largest_difference(&one.final_state(), &other_gradients.final_state());
+    assert!(difference > 2e-3, "{difference}");
 }
 
 #[test]
@@ -231,6 +233,22 @@ fn a_config_that_changes_the_batches_is_not_the_same_run() {
         let error = run(config(&[key]), vec![from.clone()], |_, _| {}).outcome.unwrap_err().to_string();
         assert!(error.contains(what), "{key}: {error}");
     }
+}
+
+#[test]
+fn the_best_is_on_disk_although_no_regular_save_was_due() {
+    let ran =
+        run(config(&["optimizer.steps=9", "checkpoint.every=0", "eval.every=1", "checkpoint.keep_last=1"]), vec![], |_, _| {});
+    let measured: Vec<(f64, u64)> = ran
+        .events
+        .iter()
+        .filter_map(|e| if let Event::HeldOut(h) = e { (h.step > 0).then_some((h.loss, h.step)) } else { None })
+        .collect();
+    let best = measured.iter().copied().min_by(|a, b| a.0.total_cmp(&b.0)).expect("nine measurements");
+    let meta = ran.final_state().meta;
+    assert_eq!(meta.best, Some(best));
+    let root = ran.dir.path().join("checkpoints");
+    assert_eq!(Loaded::open(&root.join(checkpoint::folder_name(best.1))).unwrap().meta.held_out_loss, Some(best.0));
 }
 
 #[test]

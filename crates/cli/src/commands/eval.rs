@@ -3,21 +3,18 @@
 //! Refuses a proof above temperature 0, where drafted and plain decoding differ by chance. Invariants: τ is pooled over prompts, the mean stands beside it; a
 //! proof that finds a real difference is a failure of the program (exit 70).
 
-use crate::drafter_source::{DrafterSource, target_of};
 use crate::exit::{Exit, Failure};
 use crate::format::{count, seconds};
 use crate::progress::Progress;
 use crate::prompts;
 use crate::screen::Screen;
 use crate::signals::Signals;
-use crate::speculation::decoder;
+use crate::speculation::{Pair, check_temperature, decoder};
 use clap::Args;
-use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_train::evaluate::{Report, Settings, evaluate};
-use drafthorse_train::frozen::{CpuBackend, TargetFiles};
+use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::cancel::Cancel;
-use drafthorse_train::setup::today;
-use serde_json::{Map, json};
+use serde_json::json;
 use std::path::PathBuf;
 
 /// Measure acceptance by real speculative decoding
@@ -71,18 +68,8 @@ pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
             "leave one of the two out",
         ));
     }
-    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::new(
-            Exit::Usage,
-            format!("--temperature {} is no temperature", args.temperature),
-            "use 0 (greedy) or more",
-        ));
-    }
-    let folder = target_of(args.target.as_deref(), &args.drafter)?;
-    let target = TargetFiles::open(&folder)?;
-    let tokenizer = ChatTokenizer::load(&folder, &folder.display().to_string(), &Map::new(), today())?;
-    let drafter = DrafterSource::open(&args.drafter, &target.config)?;
-    target.notices.iter().chain(&drafter.notices).for_each(|n| screen.note(format!("note: {n}")));
+    check_temperature(args.temperature)?;
+    let Pair { target, tokenizer, drafter } = Pair::open(args.target.as_deref(), &args.drafter, screen)?;
     let room = target.config.max_positions.saturating_sub(args.max_new_tokens + drafter.config.block_size);
     let prompts = prompts::read(&args.prompts, args.limit, room, &tokenizer)?;
     for (reason, n) in &prompts.dropped {
@@ -110,7 +97,7 @@ pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
     signals.end();
     screen.say(text(&report, screen))?;
     screen.json(&json!({
-        "drafter": drafter.folder, "target": folder, "provenance": drafter.provenance, "dropped_prompts": prompts.dropped, "report": report,
+        "drafter": drafter.folder, "target": target.folder, "provenance": drafter.provenance, "dropped_prompts": prompts.dropped, "report": report,
     }))?;
     if let Some(number) = report.proof.as_ref().and_then(|p| p.different.first()) {
         let what = format!("speculative and plain decoding differ on {}", prompts.list[*number as usize].source);

@@ -3,19 +3,16 @@
 //! Refuses a prompt that does not fit the target's positions. Invariant: the text is what plain decoding would give (greedy) or draws from the same
 //! distribution.
 
-use crate::drafter_source::{DrafterSource, target_of};
 use crate::exit::{Exit, Failure};
 use crate::prompts::prompt_of;
 use crate::screen::Screen;
 use crate::slots_text::{legend, shown};
-use crate::speculation::decoder;
+use crate::speculation::{Pair, check_temperature, decoder};
 use clap::Args;
 use drafthorse_data::chat::Conversation;
-use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_train::decode::{Origin, Request};
-use drafthorse_train::frozen::{CpuBackend, TargetFiles};
-use drafthorse_train::setup::today;
-use serde_json::{Map, json};
+use drafthorse_train::frozen::CpuBackend;
+use serde_json::json;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -59,18 +56,8 @@ pub struct Generate {
 
 /// Runs the command.
 pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
-    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::new(
-            Exit::Usage,
-            format!("--temperature {} is no temperature", args.temperature),
-            "use 0 (greedy) or more",
-        ));
-    }
-    let folder = target_of(args.target.as_deref(), &args.drafter)?;
-    let target = TargetFiles::open(&folder)?;
-    let tokenizer = ChatTokenizer::load(&folder, &folder.display().to_string(), &Map::new(), today())?;
-    let drafter = DrafterSource::open(&args.drafter, &target.config)?;
-    drafter.notices.iter().for_each(|n| screen.note(format!("note: {n}")));
+    check_temperature(args.temperature)?;
+    let Pair { target, tokenizer, drafter } = Pair::open(args.target.as_deref(), &args.drafter, screen)?;
     let prompt = if args.raw {
         tokenizer.encode(&args.prompt)?.into_iter().map(|t| t as u32).collect()
     } else {

@@ -5,7 +5,7 @@
 //! `sums[0] += Σ w·ce`, `sums[1] += Σ w`; `dx = w · (softmax(z) - onehot(label)) head`, the gradient of the *unnormalised* Σ w·ce.
 //! Rows past the count: dx, ce, prob, hit are zero. Rows are walked in chunks of `chunk`; only one chunk's logits `[chunk, V]` exist.
 //! `p - onehot` is formed in fp32 and then rounded to the logits' dtype (in bf16 the gradient would be 3-31 % off as the drafter converges).
-//! FLOPs: `2·R·V·H`, doubled when dx is wanted. The two sums are taken in row order in f64: deterministic.
+//! FLOPs: `2·R·V·H`, doubled when dx is wanted. The two sums are taken in f64 in an order that the shapes fix: deterministic.
 
 use super::{Access, Contract};
 use crate::dtype::DType;

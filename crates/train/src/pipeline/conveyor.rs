@@ -525,7 +525,7 @@ impl<B: Batch, S: Send + Sync + 'static> Filled<B, S> {
         &self.delivered.as_ref().expect(HELD).slot
     }
 
-    /// Gives the slot back. On a device call it only when nothing queued there reads the slot any more.
+    /// Gives the slot back. Reads of it may still be queued on a device: a slot type for devices orders the next write behind them.
     pub fn release(self) {}
 }
 

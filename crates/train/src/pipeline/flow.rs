@@ -9,6 +9,13 @@ use super::layout::{Assignment, Batch, Layout, Mode};
 use super::sync::Arc;
 use std::collections::{BTreeMap, VecDeque};
 
+/// What the prefetcher waits for when the queue is full.
+pub(crate) const ROOM: &str = "room in the batch queue";
+/// What a target waits for when the slots of a replica are all in use.
+pub(crate) const SLOT_OF_DRAFTER: &str = "a free slot of drafter";
+/// The same in a sweep, whose drafters share one pool.
+pub(crate) const SLOT_OF_POOL: &str = "a free slot of pool";
+
 /// A batch that waits for a target.
 struct Queued<B> {
     seq: u64,
@@ -110,7 +117,7 @@ impl<B: Batch, S> Flow<B, S> {
             return Answer::End;
         }
         if self.queue.len() >= self.layout.queue_depth {
-            return Answer::Wait(What::new("room in the batch queue"));
+            return Answer::Wait(What::new(ROOM));
         }
         if let Some(batch) = batch.take() {
             self.queue.push_back(Queued { seq: self.next_seq, batch: Arc::new(batch) });
@@ -154,8 +161,8 @@ impl<B: Batch, S> Flow<B, S> {
         let pool = self.pool_of(index);
         let Some(slot) = self.pools[pool].pop_front() else {
             let label = match self.layout.mode {
-                Mode::Replicas => "a free slot of drafter",
-                Mode::Sweep => "a free slot of pool",
+                Mode::Replicas => SLOT_OF_DRAFTER,
+                Mode::Sweep => SLOT_OF_POOL,
             };
             return Answer::Wait(What::new(label).number(pool).batch(index));
         };
