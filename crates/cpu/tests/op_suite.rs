@@ -59,7 +59,7 @@ fn faults_are_caught(act: DType) {
         for how in Corruption::ALL {
             for t in case.outputs() {
                 let mut faulty = good.clone();
-                if op_suite::corrupt(&case, &mut faulty, t, how) {
+                if op_suite::corrupt(&case, &expected, &mut faulty, t, how) {
                     *planted.entry(format!("{how:?}")).or_default() += 1;
                     let name = &case.program.get(t).name;
                     assert!(case.check(&expected, &faulty).is_err(), "{act:?} {}: {how:?} in `{name}` unseen", case.name);

@@ -189,6 +189,7 @@ impl Blas {
     pub fn new(device: &DeviceHandle) -> Result<Blas, CudaError> {
         device.bind()?;
         let mut handle = null_mut();
+        let _alone = device.alone();
         // SAFETY: `handle` lives through the call; the context is current.
         check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
         // SAFETY: takes nothing.
@@ -325,6 +326,7 @@ impl Blas {
 impl Drop for Blas {
     fn drop(&mut self) {
         self.ready.clear();
+        let _alone = self.workspace.device().alone();
         // SAFETY: created by `new` and destroyed once, after its descriptors.
         unsafe { sys::cublasLtDestroy(self.handle) };
     }

@@ -2,7 +2,7 @@
 //!
 //! Job: checked calls with owners that free what they hold. Refuses the runtime API, managed memory and stream-ordered allocation (arenas are plain
 //! allocations that peers can map). Invariants: every call's result is looked at; streams and graphs stay on the thread that made them, by type; waits
-//! poll an event against a deadline.
+//! poll an event against a deadline; while one thread captures, no other thread allocates, frees, loads or makes library handles on that device.
 #![allow(unsafe_code)]
 
 use crate::error::CudaError;
@@ -11,6 +11,7 @@ use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, CString, c_void};
 use std::marker::PhantomData;
 use std::ptr::null_mut;
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -49,6 +50,7 @@ pub struct Device {
     pub driver_version: i32,
     allocated: AtomicU64,
     allocations: AtomicU64,
+    setup: ReentrantMutex<()>,
 }
 
 /// Shared ownership of a device.
@@ -127,7 +129,17 @@ impl Device {
         }
         let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let (allocated, allocations) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Device { ordinal, raw, context, name, capability, multiprocessors, driver_version, allocated, allocations }))
+        let setup = ReentrantMutex::new(());
+        Ok(Arc::new(Device { ordinal, raw, context, name, capability, multiprocessors, driver_version, allocated, allocations, setup }))
+    }
+
+    /// The device for one thread, for what must not meet a capture: allocation, freeing, loading code, library handles, and captures themselves.
+    ///
+    /// Whatever waits for a whole context is invalid while one of its streams is captured, and breaks that capture, in every capture mode (CUDA
+    /// programming guide, "Stream capture: prohibited and unhandled operations"). Freeing memory, loading code at first use and cuBLASLt's handles all may wait.
+    /// Launches, copies and replays need no such care. The same thread may ask again.
+    pub(crate) fn alone(&self) -> ReentrantMutexGuard<'_, ()> {
+        self.setup.lock()
     }
 
     /// Its number.
@@ -189,6 +201,7 @@ impl Buffer {
         device.bind()?;
         let mut address = 0;
         if bytes > 0 {
+            let _alone = device.alone();
             // SAFETY: `address` lives through the call.
             let result = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
             if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
@@ -221,6 +234,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if self.bytes > 0 && self.device.bind().is_ok() {
+            let _alone = self.device.alone();
             // SAFETY: allocated by `new` and freed once; cuMemFree waits for work that uses it.
             unsafe { sys::cuMemFree_v2(self.address) };
             self.device.allocated.fetch_sub(self.bytes as u64, Ordering::Relaxed);
@@ -243,6 +257,7 @@ impl Pinned {
     pub fn new(device: &DeviceHandle, bytes: usize) -> Result<Pinned, CudaError> {
         device.bind()?;
         let mut data: *mut c_void = null_mut();
+        let _alone = device.alone();
         // SAFETY: `data` lives through the call. Flag 1: pinned for all contexts.
         check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&mut data, bytes, 1) })?;
         // SAFETY: the driver gave `bytes` writable bytes.
@@ -271,6 +286,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
+            let _alone = self.device.alone();
             // SAFETY: allocated by `new` and freed once.
             unsafe { sys::cuMemFreeHost(self.data.cast()) };
         }
@@ -354,6 +370,7 @@ impl Stream {
     pub fn new(device: &DeviceHandle) -> Result<Stream, CudaError> {
         device.bind()?;
         let mut raw = null_mut();
+        let _alone = device.alone();
         // SAFETY: `raw` lives through the call. Flag 1: non-blocking.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, 1) })?;
         Ok(Stream { device: Arc::clone(device), raw, _thread: PhantomData })
@@ -432,6 +449,7 @@ impl Stream {
 
     /// Captures what `enqueue` puts on this stream. Nothing of it runs.
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+        let _alone = self.device.alone();
         // SAFETY: the stream lives and captures nothing yet.
         check("cuStreamBeginCapture", unsafe {
             sys::cuStreamBeginCapture_v2(self.raw, sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -472,6 +490,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
+            let _alone = self.device.alone();
             // SAFETY: created by `new` and destroyed once; work on it still finishes.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
@@ -488,6 +507,7 @@ pub struct Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
+            let _alone = self.device.alone();
             // SAFETY: instantiated by `capture` and destroyed once.
             unsafe { sys::cuGraphExecDestroy(self.raw) };
         }
@@ -511,6 +531,7 @@ impl Module {
     pub fn load(device: &DeviceHandle, file: &'static str, image: &[u8]) -> Result<Module, CudaError> {
         device.bind()?;
         let mut raw = null_mut();
+        let _alone = device.alone();
         // SAFETY: the image is a whole fatbin, whose header says its own length.
         let result = unsafe { sys::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
         check(&format!("cuModuleLoadData({file}, {} bytes)", image.len()), result)?;
@@ -520,6 +541,7 @@ impl Module {
     /// A function by name, allowed `shared` bytes of dynamic shared memory.
     pub fn function(&self, symbol: &str, shared: u32) -> Result<Function, CudaError> {
         self.device.bind()?;
+        let _alone = self.device.alone();
         let mut raw = null_mut();
         let name = CString::new(symbol).expect("kernel names hold no zero byte");
         let call = format!("cuModuleGetFunction({}: {symbol})", self.file);
@@ -539,6 +561,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
+            let _alone = self.device.alone();
             // SAFETY: loaded by `load` and unloaded once.
             unsafe { sys::cuModuleUnload(self.raw) };
         }

@@ -537,6 +537,9 @@ impl Executor for CudaExecutor {
     /// Content of tensors that the host wrote (weights, state, inputs) is kept; everything else is zero afterwards.
     fn prepare(&mut self) -> Result<(), ExecError> {
         self.device.bind().map_err(self.last_error("prepare"))?;
+        // First launches load code, so one thread at a time warms up, too.
+        let device = Arc::clone(&self.device);
+        let _alone = device.alone();
         self.choose_algorithms()?;
         let working = [Region::Arena, Region::Step, Region::Grad, Region::Output];
         let clear = |made: &CudaExecutor| working.iter().try_for_each(|&r| made.clear(r)).map_err(made.last_error("prepare"));

@@ -41,6 +41,8 @@ impl Kernels {
     /// # Errors
     /// When the module does not load on this device or lacks the symbol.
     pub fn function(&self, file: &'static str, symbol: &str, shared: u32) -> Result<Function, CudaError> {
+        // Before the modules, as in everything that prepares: two locks taken in two orders would wait for each other.
+        let _alone = self.device.alone();
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         let module = match modules.get(file) {
             Some(module) => Arc::clone(module),

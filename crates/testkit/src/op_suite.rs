@@ -25,6 +25,7 @@ mod rows;
 pub use drafter::{MiniDrafter, MiniDrafterOptions, mini_drafter};
 
 use crate::compare::{Bound, EPS_BF16, EPS_F32, Mismatch, SumMass, compare};
+use crate::inputs::Rng;
 use crate::oracle::{Masses, Rounding, Value, Values, round_to, run_op};
 use drafthorse_graph::{Access, DType, ExecError, Executor, HostMut, HostRef, PhaseId, Program, Role, SlotArg, TensorId};
 use std::collections::HashMap;
@@ -50,14 +51,22 @@ pub enum Rule {
     Exact,
     /// The error model at these elements; the contract leaves the others open.
     Only(Vec<usize>),
-    /// `rel·|want| + rms·(mean want²)^½`: for programs of many ops, whose masses are not propagated.
+    /// `rel·|want| + rms·(mean want²)^½`: for programs of many ops, whose masses are not propagated. Where something is rounded to bf16, plus
+    /// [`SPREADS`] times the spread of the element over [`JITTERED`] runs of the oracle in which every store is off by up to one rounding error.
     Near {
         /// Share of the wanted value.
         rel: f64,
         /// Share of the tensor's root mean square.
         rms: f64,
+        /// Roots are compared: of second moments, which are then as far off as the gradients they are squares of.
+        root: bool,
     },
 }
+
+/// Runs of the oracle with jittered stores, from which the spread of each element of a [`Rule::Near`] program is estimated.
+pub const JITTERED: u64 = 12;
+/// Spreads that an element may be off. Jitter is about twice as wide as rounding, so this is some eight standard deviations.
+pub const SPREADS: f64 = 4.0;
 
 /// Where the last term of a case's sums comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +104,8 @@ pub struct Expected {
     pub values: Values,
     /// Masses of the op that wrote a tensor last.
     pub masses: Masses,
+    /// Root mean square deviation of each element when stores are jittered; empty for cases without [`Rule::Near`] in bf16.
+    pub spread: HashMap<TensorId, Vec<f64>>,
 }
 
 /// Why a case failed.
@@ -125,7 +136,7 @@ pub enum Corruption {
     Unwritten,
     /// Up to 4×4 elements around the largest are zero.
     ZeroTile,
-    /// The largest element has the other sign.
+    /// That element has the other sign.
     FlipSign,
     /// Sums lack their last term.
     DropLastTerm,
@@ -244,6 +255,11 @@ fn read<E: Executor>(executor: &mut E, program: &Program, t: TensorId) -> Result
     }
 }
 
+/// Largest relative rounding error of a stored type.
+fn eps_of(dtype: DType) -> f64 {
+    if dtype == DType::BF16 { EPS_BF16 } else { EPS_F32 }
+}
+
 fn poison(dtype: DType, len: usize) -> Value {
     if dtype.is_float() { Value::Float(vec![f64::NAN; len]) } else { Value::Int(vec![i32::MIN; len]) }
 }
@@ -275,14 +291,33 @@ impl Case {
 
     /// What the oracle makes of the case's inputs.
     pub fn expected(&self) -> Expected {
-        self.expected_of(self.values.clone())
+        let mut expected = self.expected_of(self.values.clone(), None);
+        if self.program.act == DType::BF16 && self.rules.values().any(|r| matches!(r, Rule::Near { .. })) {
+            expected.spread = self.spread(&expected.values);
+        }
+        expected
     }
 
-    fn expected_of(&self, mut values: Values) -> Expected {
+    fn spread(&self, plain: &Values) -> HashMap<TensorId, Vec<f64>> {
+        let mut squares: HashMap<TensorId, Vec<f64>> = HashMap::new();
+        for seed in 0..JITTERED {
+            let moved = self.expected_of(self.values.clone(), Some(Rng::new(seed))).values;
+            for (t, value) in plain {
+                let (Value::Float(value), Some(&Rule::Near { root, .. })) = (value, self.rules.get(t)) else { continue };
+                let of = |x: f64| if root { x.sqrt() } else { x };
+                let sums = squares.entry(*t).or_insert_with(|| vec![0.0; value.len()]);
+                sums.iter_mut().zip(value).zip(moved[t].floats()).for_each(|((s, a), b)| *s += (of(*a) - of(*b)).powi(2));
+            }
+        }
+        squares.values_mut().flatten().for_each(|s| *s = (*s / JITTERED as f64).sqrt());
+        squares
+    }
+
+    fn expected_of(&self, mut values: Values, mut jitter: Option<Rng>) -> Expected {
         for (id, tensor) in self.program.tensors().filter(|(_, t)| t.role != Role::Phase) {
             values.entry(id).or_insert_with(|| poison(tensor.dtype, tensor.len()));
         }
-        let mut expected = Expected { values: Values::new(), masses: Masses::new() };
+        let mut expected = Expected { values: Values::new(), masses: Masses::new(), spread: HashMap::new() };
         for &phase in &self.phases {
             for node in &self.program.phase(phase).nodes {
                 let masses = run_op(&self.program, &node.op, &mut values, Rounding::Declared);
@@ -292,7 +327,16 @@ impl Case {
                         let value = values.get_mut(&t).expect("the op wrote it");
                         expected.values.insert(t, value.clone());
                         if let Value::Float(v) = value {
-                            v.iter_mut().for_each(|x| *x = round_to(self.program.get(t).dtype, *x));
+                            let dtype = self.program.get(t).dtype;
+                            if let Some(rng) = &mut jitter {
+                                // Copies, flags and counts have no mass: nothing was computed that could be rounded.
+                                let mass = &expected.masses[&t].abs;
+                                v.iter_mut()
+                                    .zip(mass)
+                                    .filter(|(_, mass)| **mass > 0.0)
+                                    .for_each(|(x, _)| *x *= 1.0 + eps_of(dtype) * (2.0 * rng.uniform() - 1.0));
+                            }
+                            v.iter_mut().for_each(|x| *x = round_to(dtype, *x));
                         }
                     }
                 });
@@ -315,7 +359,6 @@ impl Case {
 
     fn check_output(&self, expected: &Expected, t: TensorId, got: &Value) -> Result<(), Mismatch> {
         let tensor = self.program.get(t);
-        let eps_of = |dtype| if dtype == DType::BF16 { EPS_BF16 } else { EPS_F32 };
         let model = |mass| Bound::Sum { slack: SLACK, eps: eps_of(tensor.dtype), inner_eps: eps_of(self.program.act), mass };
         let (got, want) = match (got, &expected.values[&t]) {
             (Value::Int(got), Value::Int(want)) => return compare(&tensor.name, &tensor.shape, got, want, Bound::Exact),
@@ -333,16 +376,22 @@ impl Case {
                 let mass = SumMass { terms: mass.terms, abs: pick(&mass.abs), rounded: Vec::new() };
                 compare(&tensor.name, &[at.len()], &pick(&got), &pick(&want), model(&mass))
             }
-            &Rule::Near { rel, rms } => {
-                let mean_square = want.iter().map(|w| w * w).sum::<f64>() / want.len().max(1) as f64;
-                compare(&tensor.name, &tensor.shape, &got, &want, Bound::AbsRel { abs: rms * mean_square.sqrt(), rel })
+            &Rule::Near { rel, rms, root } => {
+                let of = |v: Vec<f64>| if root { v.into_iter().map(f64::sqrt).collect() } else { v };
+                let (got, want) = (of(got), of(want));
+                let floor = rms * (want.iter().map(|w| w * w).sum::<f64>() / want.len().max(1) as f64).sqrt();
+                let spread = |i: usize| expected.spread.get(&t).map_or(0.0, |s| s[i]);
+                let bounds: Vec<f64> =
+                    want.iter().enumerate().map(|(i, w)| floor + rel * w.abs() + SPREADS * spread(i)).collect();
+                compare(&tensor.name, &tensor.shape, &got, &want, Bound::PerElement(&bounds))
             }
         }
     }
 }
 
-/// Plants a fault in output `t` (in all outputs for [`Corruption::DropLastTerm`]); false where the fault would change nothing.
-pub fn corrupt(case: &Case, outputs: &mut Outputs, t: TensorId, how: Corruption) -> bool {
+/// Plants a fault in output `t` (in all outputs for [`Corruption::DropLastTerm`]); false where the fault would change nothing. Of elements that rounding
+/// spreads, the one that is largest in units of its spread is hit.
+pub fn corrupt(case: &Case, expected: &Expected, outputs: &mut Outputs, t: TensorId, how: Corruption) -> bool {
     if how == Corruption::DropLastTerm {
         return drop_last_term(case, outputs);
     }
@@ -353,7 +402,8 @@ pub fn corrupt(case: &Case, outputs: &mut Outputs, t: TensorId, how: Corruption)
         Some(Rule::Only(at)) => at.clone(),
         _ => (0..wide.len()).collect(),
     };
-    let Some(&largest) = looked_at.iter().max_by(|&&a, &&b| wide[a].abs().total_cmp(&wide[b].abs())) else { return false };
+    let size = |i: usize| wide[i].abs() / expected.spread.get(&t).map_or(1.0, |s| s[i] + f64::MIN_POSITIVE);
+    let Some(&largest) = looked_at.iter().max_by(|&&a, &&b| size(a).total_cmp(&size(b))) else { return false };
     let tile: Vec<usize> = match how {
         Corruption::ZeroTile if !matches!(case.rules.get(&t), Some(Rule::Only(_))) => {
             let cols = tensor.shape[1..].iter().product::<usize>().max(1);
@@ -390,7 +440,7 @@ fn drop_last_term(case: &Case, outputs: &mut Outputs) -> bool {
             }
         }
     }
-    let without = case.expected_of(values);
+    let without = case.expected_of(values, None);
     for (t, out) in outputs {
         *out = without.values[t].clone();
     }

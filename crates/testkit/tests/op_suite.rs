@@ -16,7 +16,7 @@ fn prove(act: DType) {
         for how in Corruption::ALL {
             for t in case.outputs() {
                 let mut faulty = outputs.clone();
-                if op_suite::corrupt(&case, &mut faulty, t, how) {
+                if op_suite::corrupt(&case, &expected, &mut faulty, t, how) {
                     *planted.entry(format!("{how:?}")).or_default() += 1;
                     let name = &case.program.get(t).name;
                     assert!(

@@ -235,14 +235,13 @@ fn optimizer(b: &mut Build, trained: &[TensorId], grads: &HashMap<TensorId, Tens
     b.program.begin("optimizer").adamw(params, scalars, config);
 }
 
-/// Errors add up over some thirty ops, each of a few ulps; second moments are squares of gradients and are off by twice as much.
-/// The shares are calibrated, not derived (the CPU executor takes up to 0.3 of them in F32 and 0.7 in BF16); single-op cases hold each op
-/// to the error model.
+/// Errors add up over some thirty ops, and some elements gather far more of them than others (differences of large numbers): in bf16 each element's share is
+/// its own spread under jittered stores, beside a small floor.
+/// The floors are calibrated, not derived; single-op cases hold each op to the error model.
 fn near_rules(b: &mut Build, act: DType) {
-    let (rel, rms) = if act == DType::BF16 { (0.03, 0.1) } else { (2e-5, 2e-5) };
+    let (rel, rms) = if act == DType::BF16 { (0.01, 0.02) } else { (2e-5, 2e-5) };
     let all: Vec<(TensorId, bool)> = b.program.tensors().map(|(t, tensor)| (t, tensor.name.ends_with(".v"))).collect();
-    for (t, is_square) in all {
-        let times = if is_square { 2.0 } else { 1.0 };
-        b.rule(t, Rule::Near { rel: times * rel, rms: times * rms });
+    for (t, root) in all {
+        b.rule(t, Rule::Near { rel, rms, root });
     }
 }
