@@ -4,6 +4,7 @@
 //! Refuses to print results. Invariants: the run folder holds the resolved config before the first step; telemetry is shut down whatever happened.
 
 use crate::build_id::BUILD_ID;
+use crate::device::{self, Device, Opened};
 use crate::exit::{Exit, Failure, exit_of_cause};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
@@ -40,31 +41,32 @@ pub fn load_config(path: &Path, overrides: &[String]) -> Result<RunConfig, Failu
     Ok(config)
 }
 
-/// The CPU backend, or why the config's device cannot be had in this build.
-///
-/// # Errors
-/// Exit 5 for a device that this build lacks.
-pub fn backend(config: &RunConfig) -> Result<CpuBackend, Failure> {
-    if config.pipeline.device != "cpu" {
-        let what = format!(
-            "pipeline.device = \"{}\": this build has the backends {}",
-            config.pipeline.device,
-            crate::build_id::BUILD.backends.join(", ")
-        );
-        return Err(Failure::new(Exit::Device, what, "set pipeline.device=cpu, or use a build with the cuda backend"));
+/// The device on which a run's drafter is decoded with: the first drafter's.
+pub fn decoding_device(config: &RunConfig) -> Device {
+    match config.pipeline.device.as_str() {
+        "cuda" => Device::Cuda(config.pipeline.drafters[0]),
+        _ => Device::Cpu,
     }
-    Ok(CpuBackend::new(config.pipeline.threads)?)
 }
 
-/// The CUDA backend: the driver and cuBLASLt, found in the usual places.
+/// The backend of the config's device.
 ///
 /// # Errors
-/// Exit 5 when one of them is missing.
-#[cfg(feature = "cuda")]
-pub fn cuda_backend(config: &RunConfig) -> Result<drafthorse_train::cuda::CudaBackend, Failure> {
-    use drafthorse_train::cuda::{AlgorithmTable, CudaBackend, SearchPaths};
-    let paths = SearchPaths::usual(|name| std::env::var_os(name));
-    Ok(CudaBackend::new(&paths, AlgorithmTable::default(), Duration::from_secs(config.pipeline.stall_s))?)
+/// Exit 5 where it cannot be had.
+pub fn open_backend(config: &RunConfig) -> Result<Opened, Failure> {
+    device::open(decoding_device(config), config.pipeline.threads, Duration::from_secs(config.pipeline.stall_s))
+}
+
+/// The CPU backend, for what computes nowhere else.
+///
+/// # Errors
+/// When the config names another device.
+pub fn cpu_backend(config: &RunConfig) -> Result<CpuBackend, Failure> {
+    if config.pipeline.device != "cpu" {
+        let what = format!("this command computes on the CPU alone, and pipeline.device is \"{}\"", config.pipeline.device);
+        return Err(Failure::new(Exit::Device, what, "set pipeline.device=cpu"));
+    }
+    Ok(CpuBackend::new(config.pipeline.threads)?)
 }
 
 /// A launch.

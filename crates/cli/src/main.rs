@@ -5,6 +5,7 @@
 
 mod build_id;
 mod commands;
+mod device;
 mod drafter_source;
 mod estimate;
 mod exit;

@@ -1,6 +1,6 @@
 //! A target and a drafter, loaded and ready to decode.
 //!
-//! Job: what `eval`, `generate`, `overfit` and `demo` share: one decoder on the CPU, with progress while it loads; and how the first two open what the user
+//! Job: what `eval`, `generate`, `overfit` and `demo` share: one decoder on a device, with progress while it loads; and how the first two open what the user
 //! names. Refuses temperatures that are none.
 //! Invariant: the decoder has room for the longest prompt and its completion.
 
@@ -9,11 +9,10 @@ use crate::exit::{Exit, Failure};
 use crate::format::bytes;
 use crate::progress::Progress;
 use crate::screen::Screen;
-use drafthorse_cpu::CpuExecutor;
 use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_models::draft_config::DraftConfig;
 use drafthorse_train::decode::{Decoder, decode_program};
-use drafthorse_train::frozen::{Backend, CpuBackend, FrozenSource, TargetFiles};
+use drafthorse_train::frozen::{Backend, FrozenSource, TargetFiles};
 use drafthorse_train::setup::today;
 use serde_json::Map;
 use std::path::Path;
@@ -55,22 +54,22 @@ pub fn check_temperature(temperature: f32) -> Result<(), Failure> {
     Err(Failure::new(Exit::Usage, format!("--temperature {temperature} is no temperature"), "use 0 (greedy) or more"))
 }
 
-/// A decoder for requests of at most `max_tokens` tokens.
+/// A decoder on device `index` for requests of at most `max_tokens` tokens.
 ///
 /// # Errors
 /// When the target cannot be read or does not fit.
-pub fn decoder(
+pub fn decoder<B: Backend>(
     target: &TargetFiles,
     draft: &DraftConfig,
     weights: &[(String, Vec<f32>)],
     max_tokens: usize,
-    backend: &CpuBackend,
+    (backend, index): (&B, u32),
     screen: Screen,
-) -> Result<Decoder<CpuExecutor>, Failure> {
+) -> Result<Decoder<B::Exec>, Failure> {
     let program = decode_program(backend.act(), &target.config, draft, max_tokens);
     let progress = Progress::new(screen, "load");
     let source = FrozenSource { target, draft: Some(draft) };
-    let exec = backend.executor(0, Arc::clone(&program.program), &source, &mut |done, total| {
+    let exec = backend.executor(index, Arc::clone(&program.program), &source, &mut |done, total| {
         progress.update(done, total, || format!("{} of {}", bytes(done), bytes(total)));
     })?;
     drop(progress);

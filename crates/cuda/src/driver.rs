@@ -8,10 +8,10 @@
 use crate::error::CudaError;
 use crate::loader::Libraries;
 use cudarc::driver::sys::{self, CUresult};
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use std::ffi::{CStr, CString, c_void};
 use std::marker::PhantomData;
 use std::ptr::null_mut;
-use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -130,7 +130,18 @@ impl Device {
         let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let (allocated, allocations) = (AtomicU64::new(0), AtomicU64::new(0));
         let setup = ReentrantMutex::new(());
-        Ok(Arc::new(Device { ordinal, raw, context, name, capability, multiprocessors, driver_version, allocated, allocations, setup }))
+        Ok(Arc::new(Device {
+            ordinal,
+            raw,
+            context,
+            name,
+            capability,
+            multiprocessors,
+            driver_version,
+            allocated,
+            allocations,
+            setup,
+        }))
     }
 
     /// The device for one thread, for what must not meet a capture: allocation, freeing, loading code, library handles, and captures themselves.

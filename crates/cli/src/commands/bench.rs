@@ -5,7 +5,7 @@
 
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, seconds};
-use crate::launch::{backend, load_config};
+use crate::launch::{cpu_backend, load_config};
 use crate::progress::Progress;
 use crate::screen::Screen;
 use clap::{Args, Subcommand};
@@ -78,7 +78,7 @@ struct Report {
 pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
     let What::Step(args) = &args.what;
     let config = load_config(&args.config, &args.overrides)?;
-    let backend = backend(&config)?;
+    let backend = cpu_backend(&config)?;
     let setup = Setup::open(config, &|_, _| {})?;
     let b = &setup.config.batch;
     let target = capture_program(backend.act(), &setup.target.config, b.token_budget as usize, b.max_rows, &setup.captured);

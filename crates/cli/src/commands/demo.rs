@@ -6,7 +6,7 @@
 use crate::drafter_source::DrafterSource;
 use crate::exit::{Exit, Failure};
 use crate::format::{count, seconds, si};
-use crate::launch::{Launch, backend, launch};
+use crate::launch::{Launch, cpu_backend, launch};
 use crate::progress::Progress;
 use crate::prompts;
 use crate::screen::Screen;
@@ -76,7 +76,7 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     let card = prepare(&tokenizer, &options, &|_| {})?;
     screen.say(format!("data       {} chats sampled from the target, {} tokens", count(card.rows), count(card.tokens)))?;
     let config = config(args, &work)?;
-    let backend = backend(&config)?;
+    let backend = cpu_backend(&config)?;
     let setup = Setup::open(config, &|_, _| {})?;
     screen.say(format!(
         "target     {} layers, hidden {}, {} parameters; drafter: {} layers, block {}",
@@ -233,7 +233,7 @@ impl Bench<'_> {
     fn measure(&self, what: &str, weights: &[(String, Vec<f32>)]) -> Result<(Report, Option<Completion>), Failure> {
         let longest = self.prompts.iter().map(Vec::len).max().unwrap_or(0);
         let draft = &self.setup.variants[0].draft;
-        let mut decoder = decoder(&self.setup.target, draft, weights, longest + MAX_NEW_TOKENS, self.backend, self.screen)?;
+        let mut decoder = decoder(&self.setup.target, draft, weights, longest + MAX_NEW_TOKENS, (self.backend, 0), self.screen)?;
         let stop: Vec<u32> = self.tokenizer.stop_ids().iter().copied().collect();
         let settings = Settings { max_new_tokens: MAX_NEW_TOKENS, temperature: 0.0, seed: 0, prove: false };
         let progress = Progress::new(self.screen, what);

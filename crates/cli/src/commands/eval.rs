@@ -3,6 +3,7 @@
 //! Refuses a proof above temperature 0, where drafted and plain decoding differ by chance. Invariants: τ is pooled over prompts, the mean stands beside it; a
 //! proof that finds a real difference is a failure of the program (exit 70).
 
+use crate::device::{self, Device, on};
 use crate::exit::{Exit, Failure};
 use crate::format::{count, seconds};
 use crate::progress::Progress;
@@ -12,7 +13,7 @@ use crate::signals::Signals;
 use crate::speculation::{Pair, check_temperature, decoder};
 use clap::Args;
 use drafthorse_train::evaluate::{Report, Settings, evaluate};
-use drafthorse_train::frozen::CpuBackend;
+use drafthorse_train::frozen::Backend;
 use drafthorse_train::pipeline::cancel::Cancel;
 use serde_json::json;
 use std::path::PathBuf;
@@ -27,6 +28,7 @@ use std::path::PathBuf;
   drafthorse eval runs/q8 --prompts gsm8k.jsonl
   drafthorse eval runs/q8/export --target ./qwen3 --prompts gsm8k.jsonl --limit 20 --prove
   drafthorse eval out/ --target ./qwen3 --prompts chats.jsonl --temperature 0.7 --json | jq .tau
+  drafthorse eval runs/q8 --prompts gsm8k.jsonl --device cuda:0
 
 Prompt files: JSON lines with messages, conversations, prompt, question, instruction or turns; or plain text, one prompt a line.")]
 pub struct Eval {
@@ -54,6 +56,9 @@ pub struct Eval {
     /// Decode again without drafts and compare token by token
     #[arg(long)]
     prove: bool,
+    /// Where to compute: cpu (f32), cuda or cuda:N (bf16)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: Device,
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -69,6 +74,10 @@ pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
         ));
     }
     check_temperature(args.temperature)?;
+    on!(device::open(args.device, args.threads, device::DEADLINE)?, backend => run_on(args, &backend, screen))
+}
+
+fn run_on<B: Backend>(args: &Eval, backend: &B, screen: Screen) -> Result<Exit, Failure> {
     let Pair { target, tokenizer, drafter } = Pair::open(args.target.as_deref(), &args.drafter, screen)?;
     let room = target.config.max_positions.saturating_sub(args.max_new_tokens + drafter.config.block_size);
     let prompts = prompts::read(&args.prompts, args.limit, room, &tokenizer)?;
@@ -76,8 +85,8 @@ pub fn run(args: &Eval, screen: Screen) -> Result<Exit, Failure> {
         screen.note(format!("note: {n} prompts left out: {reason}"));
     }
     let longest = prompts.list.iter().map(|p| p.tokens.len()).max().unwrap_or(0);
-    let backend = CpuBackend::new(args.threads)?;
-    let mut decoder = decoder(&target, &drafter.config, &drafter.weights, longest + args.max_new_tokens, &backend, screen)?;
+    let on = (backend, args.device.index());
+    let mut decoder = decoder(&target, &drafter.config, &drafter.weights, longest + args.max_new_tokens, on, screen)?;
     let settings =
         Settings { max_new_tokens: args.max_new_tokens, temperature: args.temperature, seed: args.seed, prove: args.prove };
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();

@@ -3,6 +3,7 @@
 //! Refuses a prompt that does not fit the target's positions. Invariant: the text is what plain decoding would give (greedy) or draws from the same
 //! distribution.
 
+use crate::device::{self, Device, on};
 use crate::exit::{Exit, Failure};
 use crate::prompts::prompt_of;
 use crate::screen::Screen;
@@ -11,7 +12,7 @@ use crate::speculation::{Pair, check_temperature, decoder};
 use clap::Args;
 use drafthorse_data::chat::Conversation;
 use drafthorse_train::decode::{Origin, Request};
-use drafthorse_train::frozen::CpuBackend;
+use drafthorse_train::frozen::Backend;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -49,6 +50,9 @@ pub struct Generate {
     /// Seeds the draws above temperature 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Where to compute: cpu (f32), cuda or cuda:N (bf16)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: Device,
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -57,6 +61,10 @@ pub struct Generate {
 /// Runs the command.
 pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
     check_temperature(args.temperature)?;
+    on!(device::open(args.device, args.threads, device::DEADLINE)?, backend => run_on(args, &backend, screen))
+}
+
+fn run_on<B: Backend>(args: &Generate, backend: &B, screen: Screen) -> Result<Exit, Failure> {
     let Pair { target, tokenizer, drafter } = Pair::open(args.target.as_deref(), &args.drafter, screen)?;
     let prompt = if args.raw {
         tokenizer.encode(&args.prompt)?.into_iter().map(|t| t as u32).collect()
@@ -72,8 +80,8 @@ pub fn run(args: &Generate, screen: Screen) -> Result<Exit, Failure> {
             format!("a prompt of {} tokens and {} new ones on a target of {most} positions", prompt.len(), args.max_new_tokens);
         return Err(Failure::new(Exit::Usage, what, "give a prompt, shorten it, or lower --max-new-tokens"));
     }
-    let backend = CpuBackend::new(args.threads)?;
-    let mut decoder = decoder(&target, &drafter.config, &drafter.weights, prompt.len() + args.max_new_tokens, &backend, screen)?;
+    let on = (backend, args.device.index());
+    let mut decoder = decoder(&target, &drafter.config, &drafter.weights, prompt.len() + args.max_new_tokens, on, screen)?;
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
     let request = Request {
         prompt: &prompt,

@@ -4,10 +4,11 @@
 //! drafter that knows it by heart must be accepted; what is measured is speculative decoding with the checkpoint that training saved.
 
 use super::eval;
+use crate::device::on;
 use crate::drafter_source::DrafterSource;
 use crate::exit::{Exit, Failure};
 use crate::format::seconds;
-use crate::launch::{Launch, backend, launch};
+use crate::launch::{Launch, decoding_device, launch, open_backend};
 use crate::progress::Progress;
 use crate::prompts::prompt_of;
 use crate::screen::Screen;
@@ -26,7 +27,7 @@ use drafthorse_telemetry::Event;
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::decode::Request;
 use drafthorse_train::evaluate::{Settings, evaluate};
-use drafthorse_train::frozen::{CpuBackend, TargetFiles};
+use drafthorse_train::frozen::{Backend, TargetFiles};
 use drafthorse_train::pipeline::cancel::Cancel;
 use drafthorse_train::setup::{Setup, draft_config, today};
 use serde_json::{Map, json};
@@ -89,11 +90,23 @@ pub fn run(args: &Overfit, screen: Screen) -> Result<Exit, Failure> {
     let tokenizer = ChatTokenizer::load(&folder, &folder.display().to_string(), &Map::new(), today())?;
     let prompt = prompt(args, &tokenizer)?;
     let base = base_config(args, &folder, &work, prompt.len())?;
-    let backend = backend(&base)?;
+    on!(open_backend(&base)?, backend => run_on(args, &work, (&target, &tokenizer), &prompt, base, &backend, screen))
+}
+
+fn run_on<B: Backend>(
+    args: &Overfit,
+    work: &Path,
+    (target, tokenizer): (&TargetFiles, &ChatTokenizer),
+    prompt: &[u32],
+    base: RunConfig,
+    backend: &B,
+    screen: Screen,
+) -> Result<Exit, Failure> {
+    let on = (backend, decoding_device(&base).index());
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
-    let answer = answer(args, &target, &base, &prompt, &stop, &backend, screen)?;
+    let answer = answer(args, target, &base, prompt, &stop, on, screen)?;
     screen.note(format!("the target answers a prompt of {} tokens with {} tokens", prompt.len(), answer.len()));
-    let data = dataset(&work, &tokenizer, &prompt, &answer)?;
+    let data = dataset(work, tokenizer, prompt, &answer)?;
     let setup = Setup::open(RunConfig { data, ..base }, &|_, _| {})?;
     let run_dir = work.join("run");
     std::fs::create_dir_all(&run_dir).map_err(|e| Failure::file("make", &run_dir, &e))?;
@@ -110,7 +123,7 @@ pub fn run(args: &Overfit, screen: Screen) -> Result<Exit, Failure> {
     };
     let total = setup.total_steps;
     let learnt = "every slot is right";
-    let outcome = launch(what, &backend, &cancel, |events| {
+    let outcome = launch(what, backend, &cancel, |events| {
         let progress = Progress::new(screen, "overfit");
         let mut steady = 0;
         while let Some(envelope) = events.next(Duration::MAX) {
@@ -128,13 +141,12 @@ pub fn run(args: &Overfit, screen: Screen) -> Result<Exit, Failure> {
     }
     let drafter = DrafterSource::open(&run_dir, &target.config)?;
     let max_tokens = prompt.len() + args.max_new_tokens;
-    let mut decoder = decoder(&target, &drafter.config, &drafter.weights, max_tokens, &backend, screen)?;
+    let mut decoder = decoder(target, &drafter.config, &drafter.weights, max_tokens, on, screen)?;
     let settings = Settings { max_new_tokens: args.max_new_tokens, temperature: 0.0, seed: 0, prove: true };
     let mut text = String::new();
-    let report =
-        evaluate(&mut decoder, std::slice::from_ref(&prompt), &stop, &settings, &Cancel::new(), &mut |_, _, completion| {
-            text = shown(completion, &tokenizer, screen).unwrap_or_default();
-        })?;
+    let report = evaluate(&mut decoder, &[prompt.to_vec()], &stop, &settings, &Cancel::new(), &mut |_, _, completion| {
+        text = shown(completion, tokenizer, screen).unwrap_or_default();
+    })?;
     // The last pass is cut at the answer's end, and the prefill emits the first token.
     let possible = report.tokens as f64 / (report.tokens as f64 / drafter.config.block_size as f64).ceil().max(1.0);
     let reached = report.tau >= NEAR * possible;
@@ -198,19 +210,19 @@ fn base_config(args: &Overfit, target: &Path, work: &Path, prompt_tokens: usize)
 }
 
 /// The target's greedy completion. It needs no drafter; one of zeros fills the decoder's place for one.
-fn answer(
+fn answer<B: Backend>(
     args: &Overfit,
     target: &TargetFiles,
     config: &RunConfig,
     prompt: &[u32],
     stop: &[u32],
-    backend: &CpuBackend,
+    on: (&B, u32),
     screen: Screen,
 ) -> Result<Vec<u32>, Failure> {
     let draft = draft_config(config, &target.config, config.drafter.mask_token_id.unwrap_or(0))?;
     let zeros: Vec<(String, Vec<f32>)> =
         draft_sources(&draft).iter().map(|t| (t.name.clone(), vec![0.0; t.elements()])).collect();
-    let mut decoder = decoder(target, &draft, &zeros, prompt.len() + args.max_new_tokens, backend, screen)?;
+    let mut decoder = decoder(target, &draft, &zeros, prompt.len() + args.max_new_tokens, on, screen)?;
     let request = Request { prompt, max_new_tokens: args.max_new_tokens, temperature: 0.0, stop, seed: 0, number: 0 };
     let tokens = decoder.plain(&request)?.tokens();
     if tokens.len() < 4 {

@@ -8,7 +8,7 @@ use crate::estimate::{
 };
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, count, parse_bytes, seconds, si};
-use crate::launch::{backend, load_config};
+use crate::launch::{cpu_backend, load_config};
 use crate::progress::Progress;
 use crate::screen::Screen;
 use clap::Args;
@@ -144,7 +144,7 @@ fn gemm_rate(setup: &Setup) -> Result<f64, Failure> {
     let rows = (setup.config.batch.token_budget as usize).min(1024);
     let (n, k) = (target.intermediate.min(4096), target.hidden.min(4096));
     // On the pool that a run would have, so that pipeline.threads counts.
-    Ok(backend(&setup.config)?.pool().install(|| drafthorse_cpu::measure_gflops(rows, n, k, 3)))
+    Ok(cpu_backend(&setup.config)?.pool().install(|| drafthorse_cpu::measure_gflops(rows, n, k, 3)))
 }
 
 fn text(r: &Report, setup: &Setup, kind: Kind, screen: Screen) -> String {

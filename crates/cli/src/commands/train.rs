@@ -5,10 +5,11 @@
 
 use super::plan::does_not_fit;
 use crate::build_id::BUILD_ID;
+use crate::device::on;
 use crate::estimate::{Kind, Placement, Programs, available_memory};
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, count, seconds, si};
-use crate::launch::{Launch, backend, config_hash, launch, load_config};
+use crate::launch::{Launch, config_hash, launch, load_config, open_backend};
 use crate::progress::Progress;
 use crate::run_folder::choose;
 use crate::screen::Screen;
@@ -56,13 +57,7 @@ const SAMPLED_BATCHES: u64 = 32;
 /// Runs the command.
 pub fn run(args: &Train, screen: Screen) -> Result<Exit, Failure> {
     let config = load_config(&args.config, &args.overrides)?;
-    #[cfg(feature = "cuda")]
-    if config.pipeline.device == "cuda" {
-        let backend = crate::launch::cuda_backend(&config)?;
-        return run_on(args, config, &backend, screen);
-    }
-    let backend = backend(&config)?;
-    run_on(args, config, &backend, screen)
+    on!(open_backend(&config)?, backend => run_on(args, config, &backend, screen))
 }
 
 fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Screen) -> Result<Exit, Failure> {
