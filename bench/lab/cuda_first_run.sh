@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The first thing to run on a GPU machine that has no cargo: carried binaries of the op suite and the bench, then a compact table. Under 4 minutes.
+# The first thing to run on a GPU machine that has no cargo: carried binaries of the op suite and of drafthorse itself, then a compact table.
 #
-# usage: bench/lab/cuda_first_run.sh FOLDER   with FOLDER holding op_suite, executor and bench (bench/lab/cuda_pack.sh makes it)
+# usage: bench/lab/cuda_first_run.sh FOLDER   with FOLDER holding op_suite, executor and drafthorse (bench/lab/cuda_pack.sh makes it)
 # Full logs go to $OUT (or a temporary folder). Exit code 1 when a test failed; the bench runs all the same.
 set -uo pipefail
 bin=$(cd "$1" && pwd)
@@ -25,16 +25,19 @@ for dim in 64 128 256; do part 30 "attention_$dim" "$bin/op_suite" --test-thread
 part 40 attention_mma "$bin/op_suite" --test-threads=1 --nocapture attention_without_wgmma
 part 60 capture "$bin/op_suite" --test-threads=1 --nocapture captured_graphs
 part 60 executor "$bin/executor" --test-threads=1 --nocapture
-part 30 bench_tiny "$bin/bench" --shape tiny --batch 2 --seq 512 --anchors 64 --micro 64 --chunk 512 --table "$log/algorithms.txt"
-part 90 bench_8b "$bin/bench" --shape qwen3-8b --micro 512 --table "$log/algorithms.txt"
+part 60 doctor "$bin/drafthorse" doctor
+for micro in 512 344 256; do part 90 "step_8b_$micro" "$bin/drafthorse" bench step --shape qwen3-8b --device cuda:0 --micro-blocks $micro --repeats 8; done
+part 90 step_27b "$bin/drafthorse" bench step --shape qwen3.6-27b --device cuda:0 --repeats 5
+part 90 target_8b "$bin/drafthorse" bench target --shape qwen3-8b --device cuda:0 --repeats 6
+part 90 target_llama "$bin/drafthorse" bench target --shape llama-3.1-8b --device cuda:0 --repeats 6
 for name in op_suite_common attention_64 attention_128 attention_256 attention_mma capture executor; do
     if grep -qE 'panicked|FAILED|error' "$log/$name.log"; then
         echo "-- $name"
         grep -vE '^(running|test result|failures:|$)' "$log/$name.log" | cut -c1-400 | head -25
     fi
 done
-for name in bench_tiny bench_8b; do
+for name in doctor step_8b_512 step_8b_344 step_8b_256 step_27b target_8b target_llama; do
     echo "-- $name"
-    cut -c1-200 "$log/$name.log" | head -60
+    cut -c1-160 "$log/$name.log" | head -${LINES_EACH:-24}
 done
 exit "$failed"

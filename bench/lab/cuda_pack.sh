@@ -6,14 +6,15 @@ set -euo pipefail
 out=$1
 mkdir -p "$out"
 export DRAFTHORSE_KERNELS=required
-# pick NAME: the executable among the messages of cargo on standard input that belongs to the test or example NAME.
+# pick NAME: the executable among the messages of cargo on standard input that belongs to the test or program NAME.
 pick() { python3 -c '
 import json, sys
 for line in sys.stdin:
     m = json.loads(line)
     if m.get("executable") and m["target"]["name"] == sys.argv[1]: print(m["executable"])' "$1" | tail -1; }
-messages=$(cargo build ${PACK_FLAGS:---release} --package drafthorse-cuda --tests --examples --message-format=json)
-for name in op_suite executor bench; do
+messages=$(cargo build ${PACK_FLAGS:---release} --package drafthorse-cuda --tests --message-format=json
+    cargo build ${PACK_FLAGS:---release} --package drafthorse --features cuda --message-format=json)
+for name in op_suite executor drafthorse; do
     cp "$(echo "$messages" | pick "$name")" "$out/$name"
     strip "$out/$name"
 done

@@ -6,9 +6,14 @@ use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// The package's folder, asked for when the script runs: two checkouts may share a target folder, and with it the compiled script.
+fn package() -> PathBuf {
+    PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"))
+}
+
 fn main() {
     embed_demo();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = package().join("../..");
     let mut files = Vec::new();
     for folder in ["crates", "xtask"] {
         collect(&root.join(folder), &mut files);
@@ -53,7 +58,7 @@ fn collect(folder: &Path, into: &mut Vec<PathBuf>) {
 
 /// Writes `DEMO_FILES`, the content of demo/ by relative path; empty where the folder is absent.
 fn embed_demo() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
+    let root = package().join("demo");
     println!("cargo:rerun-if-changed={}", root.display());
     let mut files = Vec::new();
     let mut folders = vec![root.clone()];

@@ -43,11 +43,16 @@ fn main() {
     fs::write(out.join("images.rs"), table).expect("OUT_DIR is writable");
 }
 
+/// The package's folder, asked for when the script runs: one that was baked in could be another checkout's, where two share a target folder.
+fn package() -> PathBuf {
+    PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"))
+}
+
 fn find_nvcc() -> Option<PathBuf> {
     let mut places: Vec<PathBuf> = env::var_os("NVCC").map(PathBuf::from).into_iter().collect();
     places.extend(env::var_os("CUDA_HOME").map(|h| Path::new(&h).join("bin/nvcc")));
     places.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|p| p.join("nvcc")));
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cuda/lib");
+    let root = package().join("../../.cuda/lib");
     for python in fs::read_dir(root).into_iter().flatten().flatten() {
         places.push(python.path().join("site-packages/nvidia/cu13/bin/nvcc"));
     }
@@ -81,7 +86,7 @@ fn compile_all(nvcc: &Path, cache: &Path) -> Result<Vec<(String, PathBuf)>, Stri
     if !String::from_utf8_lossy(&version).contains("release 13.") {
         return Err(format!("{} is not CUDA 13: {HOW}", nvcc.display()));
     }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let folder = package().join("kernels");
     let mut files: Vec<PathBuf> = fs::read_dir(&folder)
         .map_err(|e| e.to_string())?
         .flatten()

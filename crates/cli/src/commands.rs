@@ -4,6 +4,7 @@
 
 pub mod bench;
 pub mod demo;
+pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod generate;

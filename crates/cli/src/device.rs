@@ -3,7 +3,7 @@
 //! Job: read `--device`, open its backend, and let a command's body be written once for both. Refuses to fall back: a device that is not there ends the
 //! command (exit 5). Invariant: a build without the `cuda` feature names the feature when it is asked for a GPU.
 
-use crate::exit::{Exit, Failure};
+use crate::exit::Failure;
 use drafthorse_train::frozen::CpuBackend;
 use std::str::FromStr;
 use std::time::Duration;
@@ -71,7 +71,7 @@ pub fn open(device: Device, threads: Option<usize>, deadline: Duration) -> Resul
         Device::Cuda(_) => {
             let _ = deadline;
             Err(Failure::new(
-                Exit::Device,
+                crate::exit::Exit::Device,
                 "a GPU is asked for, and this build has the cpu backend only",
                 "use cpu, or a program built with `--features cuda`",
             ))

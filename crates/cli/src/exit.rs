@@ -276,6 +276,16 @@ impl Classified for FrozenError {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Classified for drafthorse_cuda::CudaError {
+    fn exit(&self) -> Exit {
+        match self {
+            drafthorse_cuda::CudaError::Memory { .. } => Exit::DoesNotFit,
+            _ => Exit::Device,
+        }
+    }
+}
+
 impl Classified for SetupError {
     fn exit(&self) -> Exit {
         match self {

@@ -57,6 +57,7 @@ enum Command {
     Overfit(commands::overfit::Overfit),
     Export(commands::export::Export),
     Bench(commands::bench::Bench),
+    Doctor(commands::doctor::Doctor),
     Version(commands::version::Version),
 }
 
@@ -96,6 +97,7 @@ fn run() -> Exit {
         Command::Overfit(args) => commands::overfit::run(args, screen),
         Command::Export(args) => commands::export::run(args, screen),
         Command::Bench(args) => commands::bench::run(args, screen),
+        Command::Doctor(args) => commands::doctor::run(args, screen),
         Command::Version(args) => commands::version::run(args, screen),
     };
     ended.unwrap_or_else(|failure| report(&failure, screen))

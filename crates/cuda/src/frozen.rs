@@ -5,8 +5,10 @@
 
 use crate::driver::{Buffer, Device, DeviceHandle, Event, Stream};
 use crate::error::CudaError;
+use crate::host::narrow;
 use crate::kernels::Kernels;
 use crate::staging::Ring;
+use drafthorse_graph::{DType, Program, TensorId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -31,6 +33,28 @@ impl FrozenStore {
     /// An empty store on the same device, with the same loaded kernels.
     pub fn sibling(&self) -> FrozenStore {
         FrozenStore { device: Arc::clone(&self.device), kernels: Arc::clone(&self.kernels), tensors: Mutex::default() }
+    }
+
+    /// An empty store on the same device, filled with these tensors; bf16 where `program` declares them so. For programs that bring small content of
+    /// their own.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn sibling_with<'c>(
+        &self,
+        program: &Program,
+        content: impl IntoIterator<Item = (TensorId, &'c [f32])>,
+    ) -> Result<FrozenStore, CudaError> {
+        let own = self.sibling();
+        for (t, data) in content {
+            let tensor = program.get(t);
+            if tensor.dtype == DType::BF16 {
+                own.load_bf16(&tensor.name, data.len(), || Ok::<_, CudaError>(data.iter().map(|&x| narrow(x)).collect()))?;
+            } else {
+                own.load_f32(&tensor.name, data.len(), || Ok::<_, CudaError>(data.to_vec()))?;
+            }
+        }
+        Ok(own)
     }
 
     /// The device.

@@ -51,9 +51,11 @@ pub enum Rule {
     Exact,
     /// The error model at these elements; the contract leaves the others open.
     Only(Vec<usize>),
-    /// `rel·|want| + rms·(mean want²)^½`: for programs of many ops, whose masses are not propagated. Where something is rounded to bf16, plus
+    /// `abs + rel·|want| + rms·(mean want²)^½`: for programs of many ops, whose masses are not propagated. Where something is rounded to bf16, plus
     /// [`SPREADS`] times the spread of the element over [`JITTERED`] runs of the oracle in which every store is off by up to one rounding error.
     Near {
+        /// Whatever the value.
+        abs: f64,
         /// Share of the wanted value.
         rel: f64,
         /// Share of the tensor's root mean square.
@@ -376,10 +378,10 @@ impl Case {
                 let mass = SumMass { terms: mass.terms, abs: pick(&mass.abs), rounded: Vec::new() };
                 compare(&tensor.name, &[at.len()], &pick(&got), &pick(&want), model(&mass))
             }
-            &Rule::Near { rel, rms, root } => {
+            &Rule::Near { abs, rel, rms, root } => {
                 let of = |v: Vec<f64>| if root { v.into_iter().map(f64::sqrt).collect() } else { v };
                 let (got, want) = (of(got), of(want));
-                let floor = rms * (want.iter().map(|w| w * w).sum::<f64>() / want.len().max(1) as f64).sqrt();
+                let floor = abs + rms * (want.iter().map(|w| w * w).sum::<f64>() / want.len().max(1) as f64).sqrt();
                 let spread = |i: usize| expected.spread.get(&t).map_or(0.0, |s| s[i]);
                 let bounds: Vec<f64> =
                     want.iter().enumerate().map(|(i, w)| floor + rel * w.abs() + SPREADS * spread(i)).collect();

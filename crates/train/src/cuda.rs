@@ -61,6 +61,14 @@ impl CudaBackend {
         stores.insert(index, Arc::clone(&store));
         Ok(store)
     }
+
+    /// An executor of a program whose frozen tensors GPU `index` already holds.
+    ///
+    /// # Errors
+    /// When one of them is missing, or the program does not fit.
+    pub fn loaded(&self, index: u32, program: Arc<Program>) -> Result<CudaExecutor, FrozenError> {
+        Ok(CudaExecutor::new(program, &self.store(index)?, self.options.clone())?)
+    }
 }
 
 impl Backend for CudaBackend {
@@ -98,6 +106,6 @@ impl Backend for CudaBackend {
             done += bytes(t);
             progress(done, total);
         }
-        Ok(CudaExecutor::new(program, &store, self.options.clone())?)
+        self.loaded(index, program)
     }
 }

@@ -1,8 +1,15 @@
 //! `drafthorse bench`: how fast a drafter step is on this machine, beside what its matrix products alone allow.
 //!
-//! Refuses made-up shapes: target, data and drafter are a run config's. Invariants: useful FLOPs count what the mathematics needs (no recompute, no padding,
-//! the head only for supervised rows); the ceiling is measured in the same run, as the FLOP-weighted harmonic mean over the step's own products.
+//! On the CPU, target, data and drafter are a run config's; on a GPU they may also be a named shape with random content (`bench/gpu.rs`). Refuses to mix the
+//! two. Invariants: useful FLOPs count what the mathematics needs (no recompute, no padding, the head only for supervised rows); the ceiling is measured
+//! in the same run, as the FLOP-weighted harmonic mean over the step's own products.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod shapes;
+
+use crate::device::{self, Device, Opened};
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, seconds};
 use crate::launch::{cpu_backend, load_config};
@@ -25,11 +32,13 @@ use std::time::Instant;
 
 /// Measure speed on this machine
 ///
-/// Times real batches of a run config and says what share of the matrix products' own rate the whole step reaches.
+/// Times the step or the target's forward and says what share of the matrix products' own rate the whole reaches.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   drafthorse bench step run.toml
-  drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json")]
+  drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json
+  drafthorse bench step --shape qwen3-8b --device cuda:0
+  drafthorse bench target --shape llama-3.1-8b --device cuda:0")]
 pub struct Bench {
     #[command(subcommand)]
     what: What,
@@ -39,6 +48,52 @@ pub struct Bench {
 enum What {
     /// One target forward and one drafter step (forward, backward, clip, AdamW) over real batches
     Step(Step),
+    /// A target's forward at a named shape on a GPU, with its layers captured
+    Target(Shaped),
+}
+
+/// A named shape with random weights and a packed batch of random samples.
+#[derive(Debug, Args)]
+struct Shaped {
+    /// qwen3-4b, qwen3-8b, llama-3.1-8b, qwen3.6-27b (its drafter only) or smollm2-135m
+    #[arg(long, value_name = "NAME")]
+    shape: Option<String>,
+    /// Where: cuda or cuda:N for named shapes
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: Device,
+    /// Samples of the batch
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = at_least_one)]
+    rows: usize,
+    /// Tokens of a sample
+    #[arg(long, value_name = "N", default_value_t = 3072, value_parser = at_least_two)]
+    len: usize,
+    /// Blocks of a sample
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
+    anchors: usize,
+    /// Blocks of a micro-batch
+    #[arg(long, value_name = "N", default_value_t = 344, value_parser = at_least_one)]
+    micro_blocks: usize,
+    /// Rows of logits that exist at once
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one)]
+    loss_chunk: usize,
+    /// Timed repeats after those that warm up
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+}
+
+fn at_least(text: &str, least: usize) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (least..=1 << 30).contains(&n) => Ok(n),
+        _ => Err(format!("a number from {least} to 2^30 is wanted")),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    at_least(text, 1)
+}
+
+fn at_least_two(text: &str) -> Result<usize, String> {
+    at_least(text, 2)
 }
 
 /// One target forward and one drafter step over real batches
@@ -48,13 +103,13 @@ enum What {
   drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json")]
 struct Step {
     /// Run config
-    config: PathBuf,
+    #[arg(required_unless_present = "shape", conflicts_with = "shape")]
+    config: Option<PathBuf>,
     /// Overrides, e.g. drafter.layers=3
     #[arg(value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Timed repeats after one that warms up
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
-    repeats: u32,
+    #[command(flatten)]
+    shaped: Shaped,
 }
 
 /// What was measured.
@@ -76,8 +131,12 @@ struct Report {
 
 /// Runs the command.
 pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
-    let What::Step(args) = &args.what;
-    let config = load_config(&args.config, &args.overrides)?;
+    let args = match &args.what {
+        What::Step(step) if step.shaped.shape.is_none() => step,
+        What::Step(step) => return on_gpu(&step.shaped, true, screen),
+        What::Target(shaped) => return on_gpu(shaped, false, screen),
+    };
+    let config = load_config(args.config.as_deref().expect("required without --shape"), &args.overrides)?;
     let backend = cpu_backend(&config)?;
     let setup = Setup::open(config, &|_, _| {})?;
     let b = &setup.config.batch;
@@ -96,7 +155,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
     let batch = Arc::new(setup.builder.build(0)?);
     let progress = Progress::new(screen, "bench");
     let (mut forward_s, mut step_s) = (Vec::new(), Vec::new());
-    for repeat in 0..=args.repeats {
+    for repeat in 0..=args.shaped.repeats {
         let begun = Instant::now();
         capture(&mut capturing, &target.pass, &batch, &mut slot)?;
         let captured = begun.elapsed().as_secs_f64();
@@ -108,7 +167,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
             forward_s.push(captured);
             step_s.push(begun.elapsed().as_secs_f64() - captured);
         }
-        progress.update(u64::from(repeat) + 1, u64::from(args.repeats) + 1, || seconds(begun.elapsed().as_secs_f64()));
+        progress.update(u64::from(repeat) + 1, u64::from(args.shaped.repeats) + 1, || seconds(begun.elapsed().as_secs_f64()));
     }
     // Before the ceiling is measured, whose buffers are not the step's.
     let peak_resident_bytes = peak_resident_bytes();
@@ -147,6 +206,27 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
     ))?;
     screen.json(&report)?;
     Ok(Exit::Done)
+}
+
+/// Times a named shape.
+fn on_gpu(args: &Shaped, is_step: bool, screen: Screen) -> Result<Exit, Failure> {
+    let Some(shape) = &args.shape else {
+        return Err(Failure::new(Exit::Usage, "--shape is missing", "e.g. --shape qwen3-8b --device cuda:0"));
+    };
+    let opened = device::open(args.device, None, device::DEADLINE)?;
+    match opened {
+        Opened::Cpu(_) => {
+            let what = format!("--shape {shape} is timed on a GPU alone: its weights do not fit a CPU's patience");
+            Err(Failure::new(Exit::Usage, what, "add --device cuda:0, or time a run config"))
+        }
+        #[cfg(feature = "cuda")]
+        Opened::Cuda(backend) => {
+            let &Shaped { rows, len, anchors, micro_blocks, loss_chunk, repeats, .. } = args;
+            let gpu = args.device.index();
+            let size = gpu::Size { shape, rows, len, anchors, micro_blocks, loss_chunk, repeats, gpu };
+            if is_step { gpu::step(&backend, size, screen) } else { gpu::target_forward(&backend, size, screen) }
+        }
+    }
 }
 
 /// (m, n, k) → FLOPs spent in products of that shape.

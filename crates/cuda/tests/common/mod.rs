@@ -1,7 +1,6 @@
 //! The device of these tests, and executors of the op suite's cases on it.
 
 use drafthorse_cuda::{CudaError, CudaExecutor, Device, FrozenStore, Libraries, Options, SearchPaths};
-use drafthorse_graph::DType;
 use drafthorse_testkit::device_gate::require_device;
 use drafthorse_testkit::op_suite::{Case, FrozenData};
 use std::sync::Arc;
@@ -23,15 +22,8 @@ pub fn options() -> Options {
 
 /// An executor of a case, with the case's frozen tensors.
 pub fn executor(case: &Case, store: &FrozenStore, options: &Options) -> Result<CudaExecutor, CudaError> {
-    let own = Arc::new(store.sibling());
-    for (t, FrozenData::F32(data)) in case.frozen() {
-        let tensor = case.program.get(t);
-        if tensor.dtype == DType::BF16 {
-            let bits = data.iter().map(|x| (x.to_bits() >> 16) as u16).collect();
-            own.load_bf16::<CudaError>(&tensor.name, data.len(), || Ok(bits))?;
-        } else {
-            own.load_f32::<CudaError>(&tensor.name, data.len(), || Ok(data.clone()))?;
-        }
-    }
+    let frozen = case.frozen();
+    let content = frozen.iter().map(|(&t, FrozenData::F32(data))| (t, data.as_slice()));
+    let own = Arc::new(store.sibling_with(&case.program, content)?);
     CudaExecutor::new(Arc::clone(&case.program), &own, options.clone())
 }

@@ -30,6 +30,8 @@ const CONTEXT: usize = 18;
 const CAPACITY: usize = 6;
 const REAL: usize = 5;
 const EPS: f32 = 1e-6;
+/// Learning rate.
+const RATE: f32 = 1e-3;
 
 /// What may vary.
 #[derive(Clone, Copy, Debug)]
@@ -229,7 +231,7 @@ fn optimizer(b: &mut Build, trained: &[TensorId], grads: &HashMap<TensorId, Tens
         sums,
         adam_t,
         stats: b.output_of("stats", &[8], DType::F32),
-        lr: b.given("lr", &[1], DType::F32, Role::Input, vec![1e-3]),
+        lr: b.given("lr", &[1], DType::F32, Role::Input, vec![f64::from(RATE)]),
     };
     let config = AdamConfig { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, clip: 1.0 };
     b.program.begin("optimizer").adamw(params, scalars, config);
@@ -240,8 +242,12 @@ fn optimizer(b: &mut Build, trained: &[TensorId], grads: &HashMap<TensorId, Tens
 /// The floors are calibrated, not derived; single-op cases hold each op to the error model.
 fn near_rules(b: &mut Build, act: DType) {
     let (rel, rms) = if act == DType::BF16 { (0.01, 0.02) } else { (2e-5, 2e-5) };
+    let weights: Vec<TensorId> =
+        b.program.tensors().filter(|(_, t)| t.role == Role::Weight || t.name.ends_with(".master")).map(|(t, _)| t).collect();
     let all: Vec<(TensorId, bool)> = b.program.tensors().map(|(t, tensor)| (t, tensor.name.ends_with(".v"))).collect();
     for (t, root) in all {
-        b.rule(t, Rule::Near { rel, rms, root });
+        // Where a gradient is rounding alone its sign is, too, and Adam's first step is the rate in either direction.
+        let abs = if weights.contains(&t) { 2.0 * f64::from(RATE) } else { 0.0 };
+        b.rule(t, Rule::Near { abs, rel, rms, root });
     }
 }
