@@ -25,11 +25,13 @@ for dim in 64 128 256; do part 30 "attention_$dim" "$bin/op_suite" --test-thread
 part 40 attention_mma "$bin/op_suite" --test-threads=1 --nocapture attention_without_wgmma
 part 60 capture "$bin/op_suite" --test-threads=1 --nocapture captured_graphs
 part 60 executor "$bin/executor" --test-threads=1 --nocapture
-part 60 doctor "$bin/drafthorse" doctor
+part 90 doctor "$bin/drafthorse" doctor
+if [ -z "${TESTS_ONLY:-}" ]; then
 for micro in 512 344 256; do part 90 "step_8b_$micro" "$bin/drafthorse" bench step --shape qwen3-8b --device cuda:0 --micro-blocks $micro --repeats 8; done
 part 90 step_27b "$bin/drafthorse" bench step --shape qwen3.6-27b --device cuda:0 --repeats 5
 part 90 target_8b "$bin/drafthorse" bench target --shape qwen3-8b --device cuda:0 --repeats 6
 part 90 target_llama "$bin/drafthorse" bench target --shape llama-3.1-8b --device cuda:0 --repeats 6
+fi
 for name in op_suite_common attention_64 attention_128 attention_256 attention_mma capture executor; do
     if grep -qE 'panicked|FAILED|error' "$log/$name.log"; then
         echo "-- $name"
@@ -37,6 +39,7 @@ for name in op_suite_common attention_64 attention_128 attention_256 attention_m
     fi
 done
 for name in doctor step_8b_512 step_8b_344 step_8b_256 step_27b target_8b target_llama; do
+    [ -e "$log/$name.log" ] || continue
     echo "-- $name"
     cut -c1-160 "$log/$name.log" | head -${LINES_EACH:-24}
 done

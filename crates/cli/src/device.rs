@@ -63,9 +63,9 @@ pub fn open(device: Device, threads: Option<usize>, deadline: Duration) -> Resul
         Device::Cpu => Ok(Opened::Cpu(CpuBackend::new(threads)?)),
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => {
-            use drafthorse_train::cuda::{AlgorithmTable, CudaBackend, SearchPaths};
+            use drafthorse_train::cuda::{CudaBackend, SearchPaths};
             let paths = SearchPaths::usual(|name| std::env::var_os(name));
-            Ok(Opened::Cuda(CudaBackend::new(&paths, AlgorithmTable::default(), deadline)?))
+            Ok(Opened::Cuda(CudaBackend::new(&paths, machine_table(), deadline)?))
         }
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => {
@@ -77,6 +77,36 @@ pub fn open(device: Device, threads: Option<usize>, deadline: Duration) -> Resul
             ))
         }
     }
+}
+
+/// The algorithms that this user's programs chose on this machine before; what is timed anew is added to them. So two runs agree to the bit.
+#[cfg(feature = "cuda")]
+fn machine_table() -> drafthorse_train::cuda::AlgorithmTable {
+    use std::io::Write;
+    let table = drafthorse_train::cuda::AlgorithmTable::default();
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(std::path::PathBuf::from);
+    let Some(folder) = cache.or_else(|| std::env::var_os("HOME").map(|h| std::path::Path::new(&h).join(".cache"))) else {
+        eprintln!(
+            "note: neither XDG_CACHE_HOME nor HOME is set: chosen algorithms are not kept, and another run may choose others"
+        );
+        return table;
+    };
+    let path = folder.join("drafthorse").join("algorithms.tsv");
+    if let Ok(text) = std::fs::read_to_string(&path)
+        && let Err(why) = table.adopt(&text)
+    {
+        eprintln!("note: {} is not used ({why}): products are timed anew", path.display());
+        let _ = std::fs::remove_file(&path);
+    }
+    let open = move || {
+        std::fs::create_dir_all(path.parent().expect("it was joined above"))?;
+        std::fs::File::options().create(true).append(true).open(&path)
+    };
+    table.telling(move |line| {
+        if let Err(e) = open().and_then(|mut f| f.write_all(line.as_bytes())) {
+            eprintln!("note: a chosen algorithm is not kept ({e}): another run may choose another");
+        }
+    })
 }
 
 /// Runs a body with `$backend` bound to the opened backend, whichever it is.

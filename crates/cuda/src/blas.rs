@@ -98,35 +98,41 @@ struct Choice {
     us: f32,
 }
 
-/// The fastest algorithm of each product, by machine: GPU, driver and library. Shared by all executors of a process, and kept beside checkpoints.
-#[derive(Debug, Default)]
+/// Is told the line of a product that was timed.
+type Tell = dyn Fn(&str) + Send + Sync;
+
+/// The fastest algorithm of each product, by machine: GPU, driver and library. Shared by all executors of a process, and kept by whoever wants two runs
+/// to agree to the bit: what is timed twice may be chosen differently.
+#[derive(Default)]
 pub struct AlgorithmTable {
     // Held while a product is timed, so that one thread times at a time and nobody times what another has.
     choices: Mutex<BTreeMap<String, Choice>>,
+    tell: Option<Box<Tell>>,
 }
 
 impl AlgorithmTable {
     /// One line per product: key, algorithm, workspace bytes, microseconds when it was chosen.
     pub fn to_text(&self) -> String {
-        let mut text = String::new();
-        for (key, c) in self.choices.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-            let words: Vec<String> = c.algorithm.iter().map(|w| format!("{w:016x}")).collect();
-            writeln!(text, "{key}\t{}\t{}\t{}", words.join(""), c.workspace, c.us).expect("a String takes every write");
-        }
-        text
+        self.choices.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|(key, c)| choice_line(key, c)).collect()
     }
 
-    /// Reads what [`AlgorithmTable::to_text`] wrote. Entries of other machines are kept and never used here.
+    /// Takes what [`AlgorithmTable::to_text`] wrote, line by line or whole; an entry that comes later replaces an earlier one of its key. Entries of other
+    /// machines are kept and never used here.
     ///
     /// # Errors
-    /// The first line that is not of that form.
-    pub fn from_text(text: &str) -> Result<AlgorithmTable, String> {
-        let mut choices = BTreeMap::new();
+    /// The first line that is not of that form; nothing is taken then.
+    pub fn adopt(&self, text: &str) -> Result<(), String> {
+        let mut parsed = Vec::new();
         for (i, line) in text.lines().enumerate() {
-            let parsed = parse_choice(line).ok_or_else(|| format!("line {}: `{line}` is no algorithm entry", i + 1))?;
-            choices.insert(parsed.0, parsed.1);
+            parsed.push(parse_choice(line).ok_or_else(|| format!("line {}: `{line}` is no algorithm entry", i + 1))?);
         }
-        Ok(AlgorithmTable { choices: Mutex::new(choices) })
+        self.choices.lock().unwrap_or_else(PoisonError::into_inner).extend(parsed);
+        Ok(())
+    }
+
+    /// The table, with `tell` called with the line of each product that is timed from now on.
+    pub fn telling(self, tell: impl Fn(&str) + Send + Sync + 'static) -> AlgorithmTable {
+        AlgorithmTable { tell: Some(Box::new(tell)), ..self }
     }
 
     /// Number of entries.
@@ -138,6 +144,11 @@ impl AlgorithmTable {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+fn choice_line(key: &str, c: &Choice) -> String {
+    let words: String = c.algorithm.iter().map(|w| format!("{w:016x}")).collect();
+    format!("{key}\t{words}\t{}\t{}\n", c.workspace, c.us)
 }
 
 fn parse_choice(line: &str) -> Option<(String, Choice)> {
@@ -218,6 +229,9 @@ impl Blas {
             Some(choice) => *choice,
             None => {
                 let choice = self.time(&product, &descriptors, at, stream, deadline)?;
+                if let Some(tell) = &table.tell {
+                    tell(&choice_line(&key, &choice));
+                }
                 choices.insert(key, choice);
                 self.timed += 1;
                 choice
@@ -469,10 +483,11 @@ mod tests {
         let choice = Choice { algorithm: [1, u64::MAX, 3, 4, 5, 6, 7, 1 << 63], workspace: 77, us: 12.5 };
         table.choices.lock().unwrap().insert(format!("GPU | driver 13000 | cublasLt 130002 | {}", product.key()), choice);
         let text = table.to_text();
-        let back = AlgorithmTable::from_text(&text).unwrap();
+        let back = AlgorithmTable::default();
+        back.adopt(&text).unwrap();
         assert_eq!(*back.choices.lock().unwrap(), *table.choices.lock().unwrap());
-        assert!(AlgorithmTable::from_text(&text.replace("77", "many")).unwrap_err().contains("line 1"));
-        assert!(AlgorithmTable::from_text(&text[..60]).is_err());
+        assert!(back.adopt(&text.replace("77", "many")).unwrap_err().contains("line 1"));
+        assert!(back.adopt(&text[..60]).is_err());
     }
 
     #[test]

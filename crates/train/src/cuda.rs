@@ -43,11 +43,6 @@ impl CudaBackend {
         Ok(CudaBackend { libraries, stores: Mutex::default(), options })
     }
 
-    /// Algorithms chosen so far: what a run keeps beside its checkpoints.
-    pub fn algorithms(&self) -> &AlgorithmTable {
-        &self.options.algorithms
-    }
-
     /// What executors of GPU `index` share; opens it at the first call.
     ///
     /// # Errors
@@ -80,6 +75,14 @@ impl Backend for CudaBackend {
 
     fn device_name(&self, index: u32) -> String {
         format!("cuda:{index}")
+    }
+
+    fn choices(&self) -> Option<String> {
+        Some(self.options.algorithms.to_text())
+    }
+
+    fn adopt_choices(&self, text: &str) -> Result<(), String> {
+        self.options.algorithms.adopt(text)
     }
 
     fn executor(

@@ -57,6 +57,22 @@ pub fn drafter_program(
     DrafterProgram { program: Arc::new(program), passes, select, weights: drafter.parameters.weights, block: config.block_size }
 }
 
+/// The first `len` normals of `rng`, on all cores: a big drafter has a thousand million of them, and every one is its own counter's.
+fn normals(rng: &CounterRng, len: usize, std: f32) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    let piece = len.div_ceil(workers).max(1 << 16);
+    std::thread::scope(|scope| {
+        for (n, part) in values.chunks_mut(piece).enumerate() {
+            scope.spawn(move || {
+                let first = (n * piece) as u64;
+                part.iter_mut().zip(first..).for_each(|(x, j)| *x = std * rng.normal_at(j));
+            });
+        }
+    });
+    values
+}
+
 /// What the optimizer phase reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
@@ -105,8 +121,7 @@ impl<E: Executor> Drafter<E> {
             let values: Vec<f32> = if name.ends_with("norm") {
                 vec![1.0; len]
             } else {
-                let rng = CounterRng::new(seed, Stream::Weights, i as u32, 0);
-                (0..len as u64).map(|j| std * rng.normal_at(j)).collect()
+                normals(&CounterRng::new(seed, Stream::Weights, i as u32, 0), len, std)
             };
             self.load_weight(t, &values)?;
         }

@@ -156,6 +156,19 @@ pub trait Backend: Sync {
     /// Name of device `index`, for messages.
     fn device_name(&self, index: u32) -> String;
 
+    /// What this backend chose by timing and its results depend on, to be kept in the run folder; `None` where it chooses nothing.
+    fn choices(&self) -> Option<String> {
+        None
+    }
+
+    /// Takes the choices of an earlier run instead of timing again.
+    ///
+    /// # Errors
+    /// What is wrong with the text.
+    fn adopt_choices(&self, _text: &str) -> Result<(), String> {
+        Ok(())
+    }
+
     /// Plans `program` on device `index`, allocates, and loads the frozen tensors. `progress` gets (bytes loaded, bytes in all).
     ///
     /// # Errors

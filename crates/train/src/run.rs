@@ -133,6 +133,21 @@ pub fn check_resume(setup: &Setup, options: &Options) -> Result<u64, CheckpointE
     Ok(step)
 }
 
+/// File in a run folder that holds what the backend chose by timing.
+const CHOICES_FILE: &str = "algorithms.tsv";
+
+/// A run that goes on computes as it did before: another algorithm sums in another order.
+fn adopt_choices<B: Backend>(backend: &B, run_dir: &Path, recorder: &Recorder) {
+    let path = run_dir.join(CHOICES_FILE);
+    let Ok(text) = std::fs::read_to_string(&path) else { return };
+    if let Err(why) = backend.adopt_choices(&text) {
+        recorder.warn(
+            "algorithms",
+            format!("{} is not used ({why}): products are timed anew, and results may differ in a bit", path.display()),
+        );
+    }
+}
+
 /// Trains. Blocks until every worker has ended.
 ///
 /// # Errors
@@ -156,6 +171,7 @@ pub fn train<B: Backend>(
             recorder.warn("superseded", text);
         }
     }
+    adopt_choices(backend, &options.run_dir, recorder);
     let loaded: Mutex<Vec<Option<Arc<Loaded>>>> =
         Mutex::new(options.resume.iter().map(|p| Ok(Some(Arc::new(Loaded::open(p)?)))).collect::<Result<_, CheckpointError>>()?);
     let p = &setup.config.pipeline;
@@ -257,6 +273,11 @@ pub fn train<B: Backend>(
         });
         gate.seal();
         own.pass()?;
+        if let Some(text) = backend.choices() {
+            let path = options.run_dir.join(CHOICES_FILE);
+            std::fs::write(&path, text)
+                .map_err(|e| format!("cannot write {}: {e}\n  free space or check permissions", path.display()))?;
+        }
         // Every drafter has restored its state: the files' copies in memory are not needed any more.
         shared.loaded.lock().unwrap_or_else(PoisonError::into_inner).clear();
         Ok(())
