@@ -177,7 +177,7 @@ pub fn target_forward(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> 
         }
     }
     let what = format!("target forward, {} x {} tokens, {} layers captured", size.rows, size.len, draft.target_layer_ids.len());
-    let useful = target_flops(&config, size);
+    let useful = target_flops(&config, &draft, size);
     let run = Timed { what, size, times, losses: Vec::new(), first_s, load_s, useful, seen: before.free - after.free };
     show(&mut exec, &program.program, &slot, &|_| 1, run, screen)
 }
@@ -194,11 +194,12 @@ fn step_flops(target: &TargetConfig, draft: &DraftConfig, size: Size<'_>) -> f64
     3.0 * layers * q * layer + context + 4.0 * q * h * v + attention
 }
 
-/// The yardstick's count: 2 FLOPs for each weight of a linear and each token; attention is not counted.
-fn target_flops(target: &TargetConfig, size: Size<'_>) -> f64 {
+/// 2 FLOPs for each weight of a linear and each token, as the yardstick counts, but only of the layers that the features need; attention is not counted.
+fn target_flops(target: &TargetConfig, draft: &DraftConfig, size: Size<'_>) -> f64 {
     let (h, q, kv) = (target.hidden, target.q_width(), target.kv_width());
     let layer = h * (q + 2 * kv) + q * h + 3 * h * target.intermediate;
-    2.0 * (target.layers * layer) as f64 * (size.rows * size.len) as f64
+    let layers = draft.target_layer_ids.last().map_or(0, |l| l + 1);
+    2.0 * (layers * layer) as f64 * (size.rows * size.len) as f64
 }
 
 /// A finished timing.
