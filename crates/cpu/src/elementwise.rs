@@ -57,11 +57,14 @@ pub fn swiglu(op: &SwiGlu, program: &Program, views: &mut Views<'_>) {
     let (y, gu) = (views.take(op.y), views.read(op.gu));
     y.par_chunks_mut(i).zip(gu.par_chunks(2 * i)).for_each(|(y, gu)| {
         let (gate, up) = gu.split_at(i);
-        wide(|| {
-            for ((y, &g), u) in y.iter_mut().zip(gate).zip(up) {
-                *y = g / (1.0 + exp(-g)) * u;
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                for ((y, &g), u) in y.iter_mut().zip(gate).zip(up) {
+                    *y = g / (1.0 + exp(-g)) * u;
+                }
+            },
+        );
     });
 }
 
@@ -71,12 +74,15 @@ pub fn swiglu_bwd(op: &SwiGluBwd, program: &Program, views: &mut Views<'_>) {
     let (dgu, gu, dy) = (views.take(op.dgu), views.read(op.gu), views.read(op.dy));
     dgu.par_chunks_mut(2 * i).zip(gu.par_chunks(2 * i)).zip(dy.par_chunks(i)).for_each(|((dgu, gu), dy)| {
         let ((dg, du), (gate, up)) = (dgu.split_at_mut(i), gu.split_at(i));
-        wide(|| {
-            for j in 0..i {
-                let sigma = 1.0 / (1.0 + exp(-gate[j]));
-                du[j] = dy[j] * gate[j] * sigma;
-                dg[j] = dy[j] * up[j] * sigma * (1.0 + gate[j] * (1.0 - sigma));
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                for j in 0..i {
+                    let sigma = 1.0 / (1.0 + exp(-gate[j]));
+                    du[j] = dy[j] * gate[j] * sigma;
+                    dg[j] = dy[j] * up[j] * sigma * (1.0 + gate[j] * (1.0 - sigma));
+                }
+            },
+        );
     });
 }

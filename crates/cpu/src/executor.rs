@@ -4,7 +4,8 @@
 //! lists come from the op alone.
 
 use crate::memory::{Memory, SlotView, Views};
-use crate::{attention, elementwise, linear, loss, norm, optim};
+use crate::scratch::{Need, Scratch};
+use crate::{attention, block_attention, elementwise, linear, loss, norm, optim};
 use drafthorse_graph::dtype::round_bf16;
 use drafthorse_graph::op::{Access, Op};
 use drafthorse_graph::plan::Region;
@@ -12,8 +13,9 @@ use drafthorse_graph::{
     DType, ExecError, Executor, Fetch, HostMut, HostRef, PhaseId, Plan, Program, Role, SlotArg, Storage, TensorId,
 };
 use rayon::prelude::*;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Content of frozen tensors by name, shared between executors: one copy of the target's weights per process.
 pub type FrozenSet = HashMap<String, Arc<Vec<f32>>>;
@@ -36,6 +38,7 @@ pub struct CpuExecutor {
     slot_len: usize,
     fetches: HashMap<u64, Vec<(bool, Vec<f32>)>>,
     next_fetch: u64,
+    times: BTreeMap<&'static str, Duration>,
 }
 
 impl CpuExecutor {
@@ -57,13 +60,33 @@ impl CpuExecutor {
             bound.insert(t, Arc::clone(data));
         }
         let slot_len = program.of_role(Role::Slot).first().map_or(0, |&t| program.get(t).len());
-        let memory = Memory::new(&plan, bound, options.round);
-        Ok(CpuExecutor { program, plan, memory, options, slot_len, fetches: HashMap::new(), next_fetch: 0 })
+        let scratch = Scratch::new(Need::of(&program), options.pool.current_num_threads());
+        let memory = Memory::new(&plan, bound, scratch, options.round);
+        Ok(CpuExecutor {
+            program,
+            plan,
+            memory,
+            options,
+            slot_len,
+            fetches: HashMap::new(),
+            next_fetch: 0,
+            times: BTreeMap::new(),
+        })
+    }
+
+    /// Bytes of working memory that an executor of `program` allocates beside the plan's regions, on a pool of `threads` threads.
+    pub fn scratch_bytes(program: &Program, threads: usize) -> u64 {
+        Need::of(program).bytes(threads)
     }
 
     /// The plan this executor allocated.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Wall time spent in each kind of op since the last call.
+    pub fn take_times(&mut self) -> BTreeMap<&'static str, Duration> {
+        std::mem::take(&mut self.times)
     }
 
     fn host_error(&self, t: TensorId, got: String) -> ExecError {
@@ -73,6 +96,7 @@ impl CpuExecutor {
     }
 
     fn run_op(&mut self, op: &Op, slot: SlotView<'_>) {
+        let begun = Instant::now();
         let program = Arc::clone(&self.program);
         let mut views = self.memory.views(&self.plan, &program, op, slot);
         dispatch(op, &program, &mut views);
@@ -90,6 +114,7 @@ impl CpuExecutor {
                 }
             }
         }
+        *self.times.entry(op.name()).or_default() += begun.elapsed();
     }
 }
 
@@ -108,8 +133,8 @@ fn dispatch(op: &Op, program: &Program, views: &mut Views<'_>) {
         Op::CausalAttention(op) => attention::causal(op, program, views),
         Op::KvAppend(op) => attention::kv_append(op, program, views),
         Op::CachedAttention(op) => attention::cached(op, program, views),
-        Op::BlockAttention(op) => attention::block(op, program, views),
-        Op::BlockAttentionBwd(op) => attention::block_bwd(op, program, views),
+        Op::BlockAttention(op) => block_attention::forward(op, program, views),
+        Op::BlockAttentionBwd(op) => block_attention::backward(op, program, views),
         Op::Capture(op) => elementwise::capture(op, program, views),
         Op::GatherRows(op) => elementwise::gather_rows(op, program, views),
         Op::ScatterRows(op) => elementwise::scatter_rows(op, program, views),

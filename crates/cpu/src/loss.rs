@@ -38,20 +38,23 @@ pub fn head_loss(op: &HeadLoss, program: &Program, views: &mut Views<'_>) {
                 if round {
                     z.iter_mut().for_each(|v| *v = round_bf16(*v));
                 }
-                wide(|| {
-                    let target = z[label];
-                    let top = max(z);
-                    // The argmax is the label when nothing before it reaches its logit and nothing after exceeds it.
-                    *hit = i32::from(target == top && z[..label].iter().all(|&v| v < target));
-                    let sum = exp_sum(z, top);
-                    *ce = top + sum.ln() - target;
-                    *prob = exp(-*ce);
-                    let scale = weight / sum;
-                    for p in z.iter_mut() {
-                        *p *= scale;
-                    }
-                    z[label] -= weight;
-                });
+                wide(
+                    #[inline(always)]
+                    || {
+                        let target = z[label];
+                        let top = max(z);
+                        // The argmax is the label when nothing before it reaches its logit and nothing after exceeds it.
+                        *hit = i32::from(target == top && z[..label].iter().all(|&v| v < target));
+                        let sum = exp_sum(z, top);
+                        *ce = top + sum.ln() - target;
+                        *prob = exp(-*ce);
+                        let scale = weight / sum;
+                        for p in z.iter_mut() {
+                            *p *= scale;
+                        }
+                        z[label] -= weight;
+                    },
+                );
                 if round {
                     z.iter_mut().for_each(|v| *v = round_bf16(*v));
                 }

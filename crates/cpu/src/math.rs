@@ -19,10 +19,12 @@ pub fn wide<R>(f: impl FnOnce() -> R) -> R {
 /// e^x: Cody-Waite reduction by ln 2 and the degree-5 minimax polynomial of Cephes `expf` (S. Moshier). 0 below -87.33, +inf above 88.72.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    const MAGIC: f32 = 12_582_912.0; // 1.5 · 2^23: adding it rounds to an integer
+    // 1.5 · 2^23: adding it rounds to an integer, which is then the difference of the bit patterns.
+    const MAGIC: f32 = 12_582_912.0;
     let bounded = if x < -87.336_54 { -87.336_54 } else { x };
     let bounded = if bounded > 88.722_83 { 88.722_83 } else { bounded };
-    let n = (bounded * std::f32::consts::LOG2_E + MAGIC) - MAGIC;
+    let shifted = bounded * std::f32::consts::LOG2_E + MAGIC;
+    let n = shifted - MAGIC;
     let r = bounded - n * 0.693_359_4;
     let r = r + n * 2.121_944_4e-4;
     let p = 1.987_569_1e-4;
@@ -33,9 +35,10 @@ pub fn exp(x: f32) -> f32 {
     let p = p * r + 5e-1;
     let y = p * (r * r) + r + 1.0;
     // 2^n as two factors, so that n = 128 does not overflow the exponent field before the product does.
-    let half = (n * 0.5 + MAGIC) - MAGIC;
-    let scale = |e: f32| f32::from_bits((((e as i32) + 127) << 23) as u32);
-    let y = y * scale(half) * scale(n - half);
+    let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    let half = n >> 1;
+    let scale = |e: i32| f32::from_bits((e.wrapping_add(127) << 23) as u32);
+    let y = y * scale(half) * scale(n.wrapping_sub(half));
     let y = if x < -87.336_54 { 0.0 } else { y };
     if x > 88.722_83 { f32::INFINITY } else { y }
 }

@@ -3,6 +3,7 @@
 //! Job: turn a plan's places into slices without `unsafe`. Refuses overlapping views: a plan that let two operands of one op overlap
 //! would panic here. Invariants: region sizes are the plan's; integers live in the same regions, as bit patterns.
 
+use crate::scratch::Scratch;
 use drafthorse_graph::op::{Access, Op};
 use drafthorse_graph::plan::Region;
 use drafthorse_graph::{DType, Plan, Program, Role, TensorId};
@@ -13,6 +14,7 @@ use std::sync::Arc;
 pub struct Memory {
     regions: Vec<(Region, Vec<f32>)>,
     frozen: HashMap<TensorId, Arc<Vec<f32>>>,
+    scratch: Scratch,
     round: bool,
 }
 
@@ -24,6 +26,7 @@ enum View<'a> {
 /// The operands of one op.
 pub struct Views<'a> {
     views: HashMap<TensorId, View<'a>>,
+    scratch: &'a Scratch,
     round: bool,
 }
 
@@ -44,6 +47,11 @@ impl<'a> Views<'a> {
     /// An integer scalar.
     pub fn count(&self, t: TensorId) -> usize {
         usize::try_from(self.ints(t)[0]).expect("counts are not negative")
+    }
+
+    /// The executor's working memory.
+    pub fn scratch(&self) -> &'a Scratch {
+        self.scratch
     }
 
     /// True when `t` is to hold bf16 values. Ops whose contract rounds a tensor before they read it again ask this.
@@ -77,18 +85,18 @@ pub enum SlotView<'a> {
 
 impl Memory {
     /// Allocates every region of `plan`. `frozen` holds the content of each frozen tensor; `round` keeps BF16 tensors at bf16 values.
-    pub fn new(plan: &Plan, frozen: HashMap<TensorId, Arc<Vec<f32>>>, round: bool) -> Memory {
+    pub fn new(plan: &Plan, frozen: HashMap<TensorId, Arc<Vec<f32>>>, scratch: Scratch, round: bool) -> Memory {
         // In the order of `Region`, which `views` walks.
         let owned = [Region::Weight, Region::State, Region::Grad, Region::Step, Region::Input, Region::Output, Region::Arena];
         let regions = owned.iter().map(|&r| (r, vec![0.0f32; plan.bytes(r) / 4])).collect();
-        Memory { regions, frozen, round }
+        Memory { regions, frozen, scratch, round }
     }
 
-    /// Bytes held, frozen tensors included.
+    /// Bytes held, frozen tensors and scratch included.
     pub fn held_bytes(&self) -> u64 {
         let own: usize = self.regions.iter().map(|(_, v)| v.len() * 4).sum();
         let frozen: usize = self.frozen.values().map(|v| (v.len() * 4).next_multiple_of(drafthorse_graph::plan::ALIGN)).sum();
-        (own + frozen) as u64
+        (own + frozen) as u64 + self.scratch.held_bytes()
     }
 
     /// One region, whole.
@@ -148,6 +156,6 @@ impl Memory {
                 views.insert(t, if written { View::Write(mine) } else { View::Read(mine) });
             }
         }
-        Views { views, round: self.round }
+        Views { views, scratch: &self.scratch, round: self.round }
     }
 }

@@ -16,12 +16,15 @@ pub fn rms_norm(op: &RmsNorm, program: &Program, views: &mut Views<'_>) {
     let (y, rstd, w, x) = (views.take(op.y), views.take(op.rstd), views.read(op.w), views.read(op.x));
     let eps = op.eps;
     let norm_row = move |s: &[f32], y: &mut [f32], rstd: &mut f32| {
-        wide(|| {
-            *rstd = 1.0 / (dot(s, s) / h as f32 + eps).sqrt();
-            for ((y, s), w) in y.iter_mut().zip(s).zip(w) {
-                *y = s * *rstd * w;
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                *rstd = 1.0 / (dot(s, s) / h as f32 + eps).sqrt();
+                for ((y, s), w) in y.iter_mut().zip(s).zip(w) {
+                    *y = s * *rstd * w;
+                }
+            },
+        );
     };
     match op.residual {
         Some(r) => {
@@ -71,24 +74,27 @@ pub fn rms_norm_bwd(op: &RmsNormBwd, program: &Program, views: &mut Views<'_>) {
         for (i, row) in range(p).enumerate() {
             let at = row * h..(row + 1) * h;
             let (s, dy, r) = (&s[at.clone()], &dy[at.clone()], rstd[row]);
-            wide(|| {
-                for ((p, dy), s) in partial.iter_mut().zip(dy).zip(s) {
-                    *p += dy * (s * r);
-                }
-                if has_dx {
-                    let dx = &mut dx[i * h..(i + 1) * h];
-                    for ((d, dy), w) in dx.iter_mut().zip(dy).zip(w) {
-                        *d = dy * w;
+            wide(
+                #[inline(always)]
+                || {
+                    for ((p, dy), s) in partial.iter_mut().zip(dy).zip(s) {
+                        *p += dy * (s * r);
                     }
-                    let mean = dot(dx, s) * r / h as f32;
-                    for (d, s) in dx.iter_mut().zip(s) {
-                        *d = r * (*d - s * r * mean);
+                    if has_dx {
+                        let dx = &mut dx[i * h..(i + 1) * h];
+                        for ((d, dy), w) in dx.iter_mut().zip(dy).zip(w) {
+                            *d = dy * w;
+                        }
+                        let mean = dot(dx, s) * r / h as f32;
+                        for (d, s) in dx.iter_mut().zip(s) {
+                            *d = r * (*d - s * r * mean);
+                        }
+                        if let Some(dres) = dres {
+                            dx.iter_mut().zip(&dres[at.clone()]).for_each(|(d, g)| *d += g);
+                        }
                     }
-                    if let Some(dres) = dres {
-                        dx.iter_mut().zip(&dres[at.clone()]).for_each(|(d, g)| *d += g);
-                    }
-                }
-            });
+                },
+            );
         }
     });
     if let Some(dw) = dw {
@@ -144,16 +150,19 @@ pub fn qk_norm_rope(op: &QkNormRope, program: &Program, views: &mut Views<'_>) {
     let (q_norm, k_norm) = (norm_of(op.q_norm), norm_of(op.k_norm));
     let eps = op.eps;
     let one = |row: usize, from: &[f32], to: &mut [f32], w: Option<&[f32]>| {
-        wide(|| {
-            match w {
-                Some(w) => {
-                    let rstd = 1.0 / (dot(from, from) / d as f32 + eps).sqrt();
-                    to.iter_mut().zip(from.iter().zip(w)).for_each(|(t, (f, w))| *t = f * rstd * w);
+        wide(
+            #[inline(always)]
+            || {
+                match w {
+                    Some(w) => {
+                        let rstd = 1.0 / (dot(from, from) / d as f32 + eps).sqrt();
+                        to.iter_mut().zip(from.iter().zip(w)).for_each(|(t, (f, w))| *t = f * rstd * w);
+                    }
+                    None => to.copy_from_slice(from),
                 }
-                None => to.copy_from_slice(from),
-            }
-            table.rotate(to, row, 1.0);
-        });
+                table.rotate(to, row, 1.0);
+            },
+        );
     };
     if let Some(q) = op.q {
         let q = views.take(q);
@@ -187,21 +196,24 @@ pub fn qk_norm_rope_bwd(op: &QkNormRopeBwd, program: &Program, views: &mut Views
     let (dk, dv) = (views.read(op.dk), views.read(op.dv));
     let eps = f.eps;
     let one = |row: usize, from: &[f32], g: &[f32], out: &mut [f32], w: Option<&[f32]>, dw: &mut [f32]| {
-        wide(|| {
-            out.copy_from_slice(g);
-            table.rotate(out, row, -1.0);
-            if let Some(w) = w {
-                let rstd = 1.0 / (dot(from, from) / d as f32 + eps).sqrt();
-                for i in 0..d {
-                    dw[i] += out[i] * from[i] * rstd;
-                    out[i] *= w[i];
+        wide(
+            #[inline(always)]
+            || {
+                out.copy_from_slice(g);
+                table.rotate(out, row, -1.0);
+                if let Some(w) = w {
+                    let rstd = 1.0 / (dot(from, from) / d as f32 + eps).sqrt();
+                    for i in 0..d {
+                        dw[i] += out[i] * from[i] * rstd;
+                        out[i] *= w[i];
+                    }
+                    let mean = dot(out, from) * rstd / d as f32;
+                    for i in 0..d {
+                        out[i] = rstd * (out[i] - from[i] * rstd * mean);
+                    }
                 }
-                let mean = dot(out, from) * rstd / d as f32;
-                for i in 0..d {
-                    out[i] = rstd * (out[i] - from[i] * rstd * mean);
-                }
-            }
-        });
+            },
+        );
     };
     (partials.par_chunks_mut(2 * d), dsrc.par_chunks_mut(rows * width)).into_par_iter().enumerate().for_each(
         |(p, (partial, dsrc))| {

@@ -24,16 +24,19 @@ pub fn grad_norm(op: &GradNorm, views: &mut Views<'_>) {
         let n = g.len().div_ceil(NORM_CHUNK);
         let sums = &mut chunk_sums[slot..slot + n];
         g.par_chunks(NORM_CHUNK).zip(sums.par_iter_mut()).for_each(|(g, out)| {
-            *out = wide(|| {
-                let mut lanes = [0.0f64; 8];
-                let (body, tail) = g.as_chunks::<8>();
-                for chunk in body {
-                    for i in 0..8 {
-                        lanes[i] += f64::from(chunk[i]) * f64::from(chunk[i]);
+            *out = wide(
+                #[inline(always)]
+                || {
+                    let mut lanes = [0.0f64; 8];
+                    let (body, tail) = g.as_chunks::<8>();
+                    for chunk in body {
+                        for i in 0..8 {
+                            lanes[i] += f64::from(chunk[i]) * f64::from(chunk[i]);
+                        }
                     }
-                }
-                (lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()) as f32
-            });
+                    (lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()) as f32
+                },
+            );
         });
         squares += sums.iter().map(|&s| f64::from(s)).sum::<f64>();
         slot += n;
@@ -74,14 +77,17 @@ pub fn adamw(op: &AdamW, views: &mut Views<'_>) {
         let (m, v, grad) = (views.take(p.m), views.take(p.v), views.read(p.grad));
         let w = views.take(p.w);
         let update = |p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]| {
-            wide(|| {
-                for i in 0..p.len() {
-                    let g = g[i] * scale;
-                    m[i] = b1 * m[i] + (1.0 - b1) * g;
-                    v[i] = b2 * v[i] + (1.0 - b2) * g * g;
-                    p[i] = p[i] * keep - step * m[i] / (v[i].sqrt() / root2 + eps);
-                }
-            });
+            wide(
+                #[inline(always)]
+                || {
+                    for i in 0..p.len() {
+                        let g = g[i] * scale;
+                        m[i] = b1 * m[i] + (1.0 - b1) * g;
+                        v[i] = b2 * v[i] + (1.0 - b2) * g * g;
+                        p[i] = p[i] * keep - step * m[i] / (v[i].sqrt() / root2 + eps);
+                    }
+                },
+            );
         };
         let all = |p: &mut [f32], m: &mut [f32], v: &mut [f32]| {
             (p.par_chunks_mut(CHUNK), m.par_chunks_mut(CHUNK), v.par_chunks_mut(CHUNK), grad.par_chunks(CHUNK))

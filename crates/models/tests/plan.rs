@@ -1,6 +1,6 @@
 //! The memory plan of real drafters, and that an executor holds what the plan says.
 //!
-//! Job: `held_bytes` of a CPU executor equals its plan to the byte; published shapes fit the GPUs they are meant for, in bf16, without
+//! Job: `held_bytes` of a CPU executor equals its plan and its scratch to the byte; published shapes fit the GPUs they are meant for, in bf16, without
 //! recomputation. Refuses to run a program of that size: only the plan is made.
 
 use drafthorse_cpu::{CpuExecutor, FrozenSet, Options};
@@ -94,7 +94,8 @@ fn an_executor_holds_what_its_plan_says() {
         let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
         let exec = CpuExecutor::new(Arc::clone(&program), &frozen, Options { pool, round: false }).unwrap();
         let plan = Plan::new(&program, Storage::Wide);
-        assert_eq!(exec.held_bytes(), plan.total_bytes() as u64, "recompute = {recompute}");
+        let planned = plan.total_bytes() as u64 + CpuExecutor::scratch_bytes(&program, 1);
+        assert_eq!(exec.held_bytes(), planned, "recompute = {recompute}");
         assert_eq!(exec.new_slot().unwrap().len() * 4, 50 * 5 * 24 * 4);
         assert_eq!((50usize * 5 * 24 * 4).next_multiple_of(drafthorse_graph::plan::ALIGN), plan.bytes(Region::Slot));
     }
