@@ -4,6 +4,7 @@
 //! about speed: a rate is given by the caller, measured or assumed aloud. Invariant: the bytes come from the same memory plan that the executors allocate.
 
 use crate::format::bytes;
+use drafthorse_cpu::CpuExecutor;
 use drafthorse_data::batch::default_max_blocks;
 use drafthorse_data::table::StartTable;
 use drafthorse_graph::plan::Region;
@@ -12,8 +13,9 @@ use drafthorse_models::draft::dflash::TrainShape;
 use drafthorse_train::capture::capture_program;
 use drafthorse_train::config::BatchSection;
 use drafthorse_train::drafter::{DrafterProgram, drafter_program};
+use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::layout::{Assignment, Layout, Mode};
-use drafthorse_train::run::checkpoint_bytes;
+use drafthorse_train::run::{checkpoint_bytes, variant_bytes};
 use drafthorse_train::setup::{Setup, adam_config};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -93,17 +95,20 @@ pub struct Programs {
     capture: Planned,
     drafters: Vec<(String, Planned, DrafterProgram)>,
     slot_bytes: u64,
+    checkpoint_bytes: u64,
     snapshot_bytes: u64,
 }
 
 struct Planned {
     plan: Plan,
+    /// Working memory of an executor beside the plan's regions.
+    scratch_bytes: u64,
     frozen: BTreeMap<(String, usize), u64>,
     capture_phase: Option<PhaseId>,
 }
 
 impl Planned {
-    fn new(program: &Program, kind: Kind, capture_phase: Option<PhaseId>) -> Planned {
+    fn new(program: &Program, kind: Kind, threads: usize, capture_phase: Option<PhaseId>) -> Planned {
         let plan = Plan::new(program, kind.storage());
         let frozen = program
             .of_role(Role::Frozen)
@@ -113,7 +118,11 @@ impl Planned {
                 ((program.get(t).name.clone(), program.get(t).len()), size)
             })
             .collect();
-        Planned { plan, frozen, capture_phase }
+        let scratch_bytes = match kind {
+            Kind::Cpu => CpuExecutor::scratch_bytes(program, threads),
+            Kind::Gpu => 0,
+        };
+        Planned { plan, scratch_bytes, frozen, capture_phase }
     }
 
     fn useful(&self, phase: PhaseId) -> f64 {
@@ -138,18 +147,22 @@ impl Programs {
             recompute: batch.recompute,
             ..setup.train_shape()
         };
-        let drafters = setup
+        let threads = CpuBackend::threads(setup.config.pipeline.threads);
+        let drafters: Vec<_> = setup
             .variants
             .iter()
             .map(|v| {
                 let program = drafter_program(kind.act(), target, &v.draft, &setup.captured, shape, adam_config(&v.config));
-                (v.name.clone().unwrap_or_else(|| "drafter".into()), Planned::new(&program.program, kind, None), program)
+                (v.name.clone().unwrap_or_else(|| "drafter".into()), Planned::new(&program.program, kind, threads, None), program)
             })
             .collect();
         let capture_phase = capture.pass.phase;
-        let capture = Planned::new(&capture.program, kind, Some(capture_phase));
+        let capture = Planned::new(&capture.program, kind, threads, Some(capture_phase));
         let slot_bytes = capture.plan.bytes(Region::Slot) as u64;
-        Programs { kind, capture, drafters, slot_bytes, snapshot_bytes: checkpoint_bytes(setup) }
+        let checkpoint_bytes = checkpoint_bytes(setup);
+        // Every drafter that saves can hold one while the writer holds another, of any of them.
+        let snapshot_bytes = checkpoint_bytes + setup.variants.iter().map(variant_bytes).max().unwrap_or(0);
+        Programs { kind, capture, drafters, slot_bytes, checkpoint_bytes, snapshot_bytes }
     }
 
     /// Bytes of one slot.
@@ -157,9 +170,9 @@ impl Programs {
         self.slot_bytes
     }
 
-    /// Parameters of the first drafter, and bytes of one checkpoint.
+    /// Bytes of one checkpoint of every variant.
     pub fn checkpoint_bytes(&self) -> u64 {
-        self.snapshot_bytes
+        self.checkpoint_bytes
     }
 
     /// Memory of every device of a placement.
@@ -187,6 +200,7 @@ impl Programs {
         let mut frozen: BTreeMap<&(String, usize), u64> = BTreeMap::new();
         let mut arenas = Vec::new();
         for planned in targets.chain(drafters) {
+            *parts.entry("scratch of ops").or_default() += planned.scratch_bytes;
             frozen.extend(planned.frozen.iter().map(|(k, v)| (k, *v)));
             for region in Region::ALL {
                 match region {
@@ -207,7 +221,7 @@ impl Programs {
         let pools = if sweep { usize::from(mine.contains(&0)) } else { mine.len() };
         parts.insert("slots", (pools * layout.slots_per_pool()) as u64 * self.slot_bytes);
         if self.kind == Kind::Cpu {
-            parts.insert("checkpoint snapshot", self.snapshot_bytes);
+            parts.insert("snapshots to save", self.snapshot_bytes);
         }
         let order = [
             Region::Frozen.title(),
@@ -219,7 +233,8 @@ impl Programs {
             "slots",
             Region::Input.title(),
             Region::Output.title(),
-            "checkpoint snapshot",
+            "scratch of ops",
+            "snapshots to save",
         ];
         let parts: Vec<Part> = order
             .iter()

@@ -456,6 +456,11 @@ impl Checkpoint {
         self.read_parts(fused, out, |view, out| view.to_bf16(out))
     }
 
+    /// Gives the pages of its files back to the kernel; see [`MappedFile::release`].
+    pub fn release(&self) {
+        self.files.iter().for_each(MappedFile::release);
+    }
+
     fn read_parts<T>(
         &self,
         fused: &FusedTensor,

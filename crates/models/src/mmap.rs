@@ -65,6 +65,16 @@ impl MappedFile {
             let _ = map.advise(memmap2::Advice::Sequential);
         }
     }
+
+    /// Gives the pages that were read back to the kernel: what has been copied out no longer counts as this process's memory. A later read brings them
+    /// in again from the file. Advice only, as above.
+    pub fn release(&self) {
+        #[cfg(unix)]
+        if let Some(map) = &self.inner.map {
+            // SAFETY: the mapping is private, read-only and backed by the file, and nothing writes to it, so dropped pages come back with the same bytes.
+            let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+        }
+    }
 }
 
 impl Deref for MappedFile {
@@ -104,6 +114,25 @@ mod tests {
         assert_eq!(second.as_ptr(), address);
         let read_elsewhere = std::thread::spawn(move || second.len()).join().unwrap();
         assert_eq!(read_elsewhere, 10);
+    }
+
+    #[test]
+    fn released_pages_leave_memory_and_read_the_same_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("big.bin");
+        let bytes: Vec<u8> = (0..8u32 << 20).map(|i| (i % 251) as u8).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let file = MappedFile::open(&path).unwrap();
+        assert!(file[..] == bytes[..]);
+        file.release();
+        // Resident kB of this mapping, by the kernel's account.
+        let start = format!("{:x}-", file.as_ptr() as usize);
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+        let mine = smaps.lines().skip_while(|l| !l.starts_with(&start)).find(|l| l.starts_with("Rss:"));
+        if let Some(line) = mine {
+            assert_eq!(line.split_whitespace().nth(1), Some("0"), "{line}");
+        }
+        assert!(file[..] == bytes[..]);
     }
 
     #[test]

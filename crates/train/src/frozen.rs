@@ -194,15 +194,18 @@ impl CpuBackend {
     /// # Errors
     /// When the pool cannot be started.
     pub fn new(threads: Option<usize>) -> Result<CpuBackend, FrozenError> {
-        let mut builder = rayon::ThreadPoolBuilder::new().thread_name(|i| format!("compute {i}"));
-        if let Some(n) = threads {
-            builder = builder.num_threads(n);
-        }
+        let builder =
+            rayon::ThreadPoolBuilder::new().thread_name(|i| format!("compute {i}")).num_threads(CpuBackend::threads(threads));
         let pool = builder.build().map_err(|e| FrozenError::Missing {
             what: format!("cannot start compute threads: {e}"),
             todo: "raise the process limit, or set pipeline.threads".into(),
         })?;
         Ok(CpuBackend { options: Options { pool: Arc::new(pool), round: false }, shared: Mutex::default() })
+    }
+
+    /// Compute threads that a backend of `threads` would have.
+    pub fn threads(threads: Option<usize>) -> usize {
+        threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
     }
 
     /// The compute pool.
@@ -250,6 +253,8 @@ impl Backend for CpuBackend {
             done += 4 * tensor.len() as u64;
             progress(done, total);
         }
+        // The widened copy is what is read from here on.
+        source.target.checkpoint.release();
         Ok(CpuExecutor::new(program, &set, self.options.clone())?)
     }
 }

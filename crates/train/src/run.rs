@@ -83,12 +83,14 @@ impl RunFailure {
     }
 }
 
-/// Bytes of one checkpoint of every variant: fp32 weights and two moments.
+/// Bytes of one checkpoint of a variant: fp32 weights and two moments.
+pub fn variant_bytes(variant: &crate::setup::Variant) -> u64 {
+    drafthorse_models::tensor_names::draft_sources(&variant.draft).iter().map(|t| 12 * t.elements() as u64).sum()
+}
+
+/// Bytes of one checkpoint of every variant.
 pub fn checkpoint_bytes(setup: &Setup) -> u64 {
-    let parameters = |v: &crate::setup::Variant| -> u64 {
-        drafthorse_models::tensor_names::draft_sources(&v.draft).iter().map(|t| t.elements() as u64).sum()
-    };
-    setup.variants.iter().map(|v| 12 * parameters(v)).sum()
+    setup.variants.iter().map(variant_bytes).sum()
 }
 
 /// Where variant `name` of a run keeps its files.

@@ -2,7 +2,7 @@
 //!
 //! On the CPU, target, data and drafter are a run config's; on a GPU they may also be a named shape with random content (`bench/gpu.rs`). Refuses to mix the
 //! two. Invariants: useful FLOPs count what the mathematics needs (no recompute, no padding, the head only for supervised rows); the ceiling is measured
-//! in the same run, as the FLOP-weighted harmonic mean over the step's own products.
+//! in the same run, before and after the steps, as the FLOP-weighted harmonic mean over the step's own products.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,7 +16,7 @@ use crate::launch::{cpu_backend, load_config};
 use crate::progress::Progress;
 use crate::screen::Screen;
 use clap::{Args, Subcommand};
-use drafthorse_cpu::measure_gflops;
+use drafthorse_cpu::{CpuExecutor, measure_gflops};
 use drafthorse_data::batch::Batch;
 use drafthorse_graph::op::{Heads, Op};
 use drafthorse_graph::{Executor, Plan, Program, Storage};
@@ -122,11 +122,25 @@ struct Report {
     drafter_step_s: f64,
     useful_gflop: f64,
     useful_gflop_per_s: f64,
+    /// Mean of the two below.
     gemm_ceiling_gflop_per_s: f64,
+    ceiling_before_gflop_per_s: f64,
+    ceiling_after_gflop_per_s: f64,
     share_of_ceiling: f64,
+    /// Milliseconds of a drafter step by kind of op, largest first; means over the timed repeats.
+    ops: Vec<OpShare>,
     planned_bytes: u64,
     held_bytes: u64,
     peak_resident_bytes: Option<u64>,
+}
+
+/// Time of one kind of op.
+#[derive(Debug, Serialize)]
+struct OpShare {
+    name: &'static str,
+    ms: f64,
+    /// Of all ops of a drafter step.
+    share: f64,
 }
 
 /// Runs the command.
@@ -148,13 +162,16 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
     let mut capturing = backend.executor(0, Arc::clone(&target.program), &source, &mut |_, _| {})?;
     let exec = backend.executor(0, Arc::clone(&draft.program), &source, &mut |_, _| {})?;
     let (program, held) = (Arc::clone(&draft.program), exec.held_bytes());
-    let planned = Plan::new(&program, Storage::Wide).total_bytes() as u64;
+    let scratch = CpuExecutor::scratch_bytes(&program, backend.pool().current_num_threads());
+    let planned = Plan::new(&program, Storage::Wide).total_bytes() as u64 + scratch;
     let mut slot = exec.new_slot()?;
     let mut drafter = Drafter::new(exec, draft);
     drafter.initialise(setup.config.seed, setup.config.drafter.init_std)?;
     let batch = Arc::new(setup.builder.build(0)?);
     let progress = Progress::new(screen, "bench");
+    let (useful, products) = work(&program, &batch);
     let (mut forward_s, mut step_s) = (Vec::new(), Vec::new());
+    let (mut peak_resident_bytes, mut before) = (None, 0.0);
     for repeat in 0..=args.shaped.repeats {
         let begun = Instant::now();
         capture(&mut capturing, &target.pass, &batch, &mut slot)?;
@@ -167,12 +184,17 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
             forward_s.push(captured);
             step_s.push(begun.elapsed().as_secs_f64() - captured);
         }
+        if repeat == 0 {
+            // One step has touched all of its memory; the ceiling's own buffers come after it.
+            peak_resident_bytes = resident_bytes_at_most();
+            before = backend.pool().install(|| ceiling(&products));
+            drafter.exec().take_times();
+        }
         progress.update(u64::from(repeat) + 1, u64::from(args.shaped.repeats) + 1, || seconds(begun.elapsed().as_secs_f64()));
     }
-    // Before the ceiling is measured, whose buffers are not the step's.
-    let peak_resident_bytes = peak_resident_bytes();
-    let (useful, products) = work(&program, &batch);
-    let ceiling = backend.pool().install(|| ceiling(&products));
+    let after = backend.pool().install(|| ceiling(&products));
+    let ceiling = (before + after) / 2.0;
+    let ops = op_shares(drafter.exec(), args.shaped.repeats);
     drop(progress);
     let step_s = median(step_s);
     let rate = useful / step_s / 1e9;
@@ -185,13 +207,16 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
         useful_gflop: useful / 1e9,
         useful_gflop_per_s: rate,
         gemm_ceiling_gflop_per_s: ceiling,
+        ceiling_before_gflop_per_s: before,
+        ceiling_after_gflop_per_s: after,
         share_of_ceiling: rate / ceiling,
+        ops,
         planned_bytes: planned,
         held_bytes: held,
         peak_resident_bytes,
     };
     screen.say(format!(
-        "batch      {} tokens, {} blocks, {} supervised rows\ntarget     {} a forward\ndrafter    {} a step, {:.1} GFLOP/s useful\nceiling    {:.1} GFLOP/s: the step's own matrix products alone; share {:.1} %\nmemory     {} planned for the drafter, {} held; {} resident at most, target and files included",
+        "batch      {} tokens, {} blocks, {} supervised rows\ntarget     {} a forward\ndrafter    {} a step, {:.1} GFLOP/s useful\nceiling    {:.1} GFLOP/s: the step's own matrix products alone; share {:.1} %\nops        {}\nmemory     {} planned for the drafter, {} held; {} resident at most, target and files included",
         report.tokens,
         report.blocks,
         report.supervised_rows,
@@ -200,6 +225,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
         report.useful_gflop_per_s,
         report.gemm_ceiling_gflop_per_s,
         100.0 * report.share_of_ceiling,
+        report.ops.iter().map(|o| format!("{} {:.1} %", o.name, 100.0 * o.share)).collect::<Vec<_>>().join(", "),
         bytes(report.planned_bytes),
         bytes(report.held_bytes),
         report.peak_resident_bytes.map_or_else(|| "unknown".to_owned(), bytes),
@@ -302,13 +328,23 @@ fn ceiling(products: &Products) -> f64 {
     total / time
 }
 
+fn op_shares(exec: &mut CpuExecutor, repeats: u32) -> Vec<OpShare> {
+    let times = exec.take_times();
+    let all: f64 = times.values().map(std::time::Duration::as_secs_f64).sum();
+    let ms = |s: f64| 1e3 * s / f64::from(repeats);
+    let mut ops: Vec<OpShare> =
+        times.into_iter().map(|(name, t)| OpShare { name, ms: ms(t.as_secs_f64()), share: t.as_secs_f64() / all }).collect();
+    ops.sort_by(|a, b| b.ms.total_cmp(&a.ms));
+    ops
+}
+
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
 /// The high-water mark of this process, from the kernel.
-fn peak_resident_bytes() -> Option<u64> {
+fn resident_bytes_at_most() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|l| l.starts_with("VmHWM:"))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
