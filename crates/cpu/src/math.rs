@@ -80,13 +80,19 @@ pub fn exp_sum(row: &mut [f32], shift: f32) -> f32 {
             lanes[i] += chunk[i];
         }
     }
+    if !tail.is_empty() {
+        // A last chunk filled up with what becomes 0: short rows would spend most of their time in a scalar rest.
+        let mut last = [f32::NEG_INFINITY; 16];
+        last[..tail.len()].copy_from_slice(tail);
+        for i in 0..16 {
+            last[i] = exp(last[i] - shift);
+            lanes[i] += last[i];
+        }
+        tail.copy_from_slice(&last[..tail.len()]);
+    }
     let mut sum = 0.0;
     for lane in lanes {
         sum += lane;
-    }
-    for x in tail {
-        *x = exp(*x - shift);
-        sum += *x;
     }
     sum
 }
