@@ -14,7 +14,9 @@ const TEXT: [&str; 12] = ["rs", "toml", "md", "py", "cu", "cuh", "js", "css", "h
 
 /// The repository's root.
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root").to_path_buf()
+    // What cargo says when it runs this; what was baked in may be another checkout's, where two share a target folder.
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    package.parent().expect("xtask lies in the root").to_path_buf()
 }
 
 /// Every file, with its text if it is one of the kinds that rules read.

@@ -454,7 +454,8 @@ impl Executor for CudaExecutor {
         let dtype = self.program.get(t).dtype;
         let failed = self.last_error("read");
         self.device.bind().map_err(&failed)?;
-        let mut take = |bytes: usize, each: &mut dyn FnMut(usize, &[u8])| self.download(from, bytes, each);
+        let (stream, deadline) = (&self.stream, self.options.deadline);
+        let mut take = |bytes: usize, each: &mut dyn FnMut(usize, &[u8])| self.returns.show(stream, from, bytes, deadline, each);
         match out {
             HostMut::F32(s) if dtype == DType::BF16 => take(2 * len, &mut |at, data| {
                 let halves: &[u16] = bytemuck::cast_slice(data);
@@ -562,7 +563,11 @@ impl Executor for CudaExecutor {
         let (at, bytes) = (self.regions[&Region::Grad].address(), self.plan.bytes(Region::Grad));
         let mut grads = vec![0.0f32; bytes / 4];
         let host = bytemuck::cast_slice_mut::<f32, u8>(&mut grads);
-        self.download(at, bytes, &mut |from, data| host[from..from + data.len()].copy_from_slice(data)).map_err(&failed)?;
+        self.returns
+            .show(&self.stream, at, bytes, self.options.deadline, &mut |from, data| {
+                host[from..from + data.len()].copy_from_slice(data);
+            })
+            .map_err(&failed)?;
         f(&mut grads);
         let host: &[u8] = bytemuck::cast_slice(&grads);
         self.ring
@@ -574,24 +579,6 @@ impl Executor for CudaExecutor {
         let own: usize = self.regions.values().map(Buffer::bytes).sum();
         let frozen: usize = self.frozen.iter().map(|b| b.bytes().next_multiple_of(drafthorse_graph::plan::ALIGN)).sum();
         (own + frozen) as u64 + self.extra_bytes()
-    }
-}
-
-impl CudaExecutor {
-    /// Shows device memory to `each` piece by piece: (offset, bytes). Waits for the device.
-    fn download(&mut self, from: u64, bytes: usize, each: &mut dyn FnMut(usize, &[u8])) -> Result<(), CudaError> {
-        const PIECE: usize = 8 << 20;
-        let (mut buffer, event) = self.returns.take(bytes.clamp(1, PIECE))?;
-        let mut done = 0;
-        while done < bytes {
-            let piece = PIECE.min(bytes - done);
-            self.returns.enqueue(&self.stream, &mut buffer, 0..piece, from + done as u64)?;
-            self.stream.finish(&event, self.options.deadline, "a copy to the host")?;
-            each(done, &buffer.bytes()[..piece]);
-            done += piece;
-        }
-        self.returns.give((buffer, event));
-        Ok(())
     }
 }
 

@@ -95,6 +95,29 @@ impl Returns {
         unsafe { stream.download(&mut buffer.bytes_mut()[part], from) }
     }
 
+    /// Shows device memory to `each` piece by piece: (offset, bytes). Waits for the device.
+    pub fn show(
+        &mut self,
+        stream: &Stream,
+        from: u64,
+        bytes: usize,
+        deadline: Duration,
+        each: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), CudaError> {
+        const PIECE: usize = 8 << 20;
+        let (mut buffer, event) = self.take(bytes.clamp(1, PIECE))?;
+        let mut done = 0;
+        while done < bytes {
+            let piece = PIECE.min(bytes - done);
+            self.enqueue(stream, &mut buffer, 0..piece, from + done as u64)?;
+            stream.finish(&event, deadline, "a copy to the host")?;
+            each(done, &buffer.bytes()[..piece]);
+            done += piece;
+        }
+        self.give((buffer, event));
+        Ok(())
+    }
+
     /// Gives a buffer back.
     pub fn give(&mut self, buffer: (Pinned, Event)) {
         self.free.entry(buffer.0.len()).or_default().push(buffer);

@@ -235,6 +235,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
 }
 
 /// Times a named shape.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "a build without GPUs times none"))]
 fn on_gpu(args: &Shaped, is_step: bool, screen: Screen) -> Result<Exit, Failure> {
     let Some(shape) = &args.shape else {
         return Err(Failure::new(Exit::Usage, "--shape is missing", "e.g. --shape qwen3-8b --device cuda:0"));
