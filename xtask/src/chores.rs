@@ -29,6 +29,7 @@ pub fn check() -> Done {
     call(&mut cargo(&["fmt", "--all", "--check"]))?;
     crate::tidy::run(&root())?;
     call(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    call(&mut cargo(&["clippy", "--package", "drafthorse", "--features", "cuda", "--all-targets", "--", "-D", "warnings"]))?;
     call(cargo(&["doc", "--workspace", "--no-deps", "--document-private-items"]).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
