@@ -45,6 +45,9 @@ impl Kind {
     }
 }
 
+/// What every executor on a GPU holds for the library of matrix products. Stated here, because plans for GPUs are made in builds without them, too.
+const PRODUCT_WORKSPACE_BYTES: u64 = 32 << 20;
+
 /// Which device does what.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Placement {
@@ -120,7 +123,7 @@ impl Planned {
             .collect();
         let scratch_bytes = match kind {
             Kind::Cpu => CpuExecutor::scratch_bytes(program, threads),
-            Kind::Gpu => 0,
+            Kind::Gpu => PRODUCT_WORKSPACE_BYTES,
         };
         Planned { plan, scratch_bytes, frozen, capture_phase }
     }
@@ -211,11 +214,8 @@ impl Programs {
             }
         }
         parts.insert(Region::Frozen.title(), frozen.values().sum());
-        // One thread per GPU alternates, so that its programs share one scratch region; CPU workers run at the same time.
-        let arena = match self.kind {
-            Kind::Cpu => arenas.iter().sum(),
-            Kind::Gpu => arenas.iter().copied().max().unwrap_or(0),
-        };
+        // Workers of one device run at the same time, so that none may write another's scratch region.
+        let arena: u64 = arenas.iter().sum();
         parts.insert(Region::Arena.title(), arena);
         // A drafter's device holds its slots; a sweep's only pool lies with the first drafter.
         let pools = if sweep { usize::from(mine.contains(&0)) } else { mine.len() };
@@ -363,6 +363,12 @@ mod tests {
 
     fn flops(target: f64, drafter: f64) -> BatchFlops {
         BatchFlops { target, drafter, target_executed: target, drafter_executed: drafter, micro_batches: 1 }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn the_workspace_is_what_executors_take() {
+        assert_eq!(PRODUCT_WORKSPACE_BYTES, drafthorse_cuda::WORKSPACE_BYTES as u64);
     }
 
     #[test]

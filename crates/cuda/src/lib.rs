@@ -18,7 +18,7 @@ mod slot;
 mod staging;
 mod timing;
 
-pub use blas::AlgorithmTable;
+pub use blas::{AlgorithmTable, WORKSPACE_BYTES};
 pub use driver::{Device, MemoryUse};
 pub use error::CudaError;
 pub use executor::{CudaExecutor, Options};
