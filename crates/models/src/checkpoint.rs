@@ -2,21 +2,19 @@
 //!
 //! Job: open a single file or an index with its shards, find tensors under any of the usual prefixes, and convert them to
 //! f32 or bf16. Before a byte of weights is read it refuses a missing shard, a file shorter or longer than its header says,
-//! missing tensors, other shapes and other dtypes than BF16, F16 and F32, each by name. Tensors that the model does not use
-//! are counted and listed by pattern, never passed over.
+//! missing tensors, other shapes and other dtypes than BF16, F16 and F32, and tensors that a model of this config does not
+//! have, each by name. Extra tensors that are known to change nothing are counted and listed by pattern.
 //! Invariants: names are canonical (`model.` prefix, `lm_head.weight`) whatever the files say; a tied head is the embedding.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use safetensors::tensor::{Metadata, SafeTensors};
-use serde_json::Value;
 
-use crate::config_fields::{ConfigError, read_object};
 use crate::hf_config::TargetConfig;
 use crate::mmap::MappedFile;
 use crate::tensor_names::{EMBEDDING, FusedTensor, HEAD, expected_tensors};
+use crate::weight_files::{read_header, weight_files};
 
 /// Prefixes in use before `layers.` and `embed_tokens.`, longest first.
 const PREFIXES: [&str; 3] = ["model.language_model.", "model.", ""];
@@ -70,6 +68,27 @@ pub enum CheckpointError {
         have: u64,
         /// Bytes that its header asks for.
         want: u64,
+    },
+    /// The file only says where the weights are.
+    #[error(
+        "{path} is a Git LFS pointer, not the file itself\nfetch it: run `git lfs pull` in that folder, or download the file", path = path.display()
+    )]
+    LfsPointer {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The folder holds tensors that its config does not speak of and that are not known to be harmless.
+    #[error(
+        "{folder} has tensors that a {model} of its config.json does not have: {list}\nmake config.json say what the weights are (attention_bias, num_hidden_layers …), or use another target; ignoring them would compute another model",
+        folder = folder.display(), list = shortened(tensors)
+    )]
+    NotOfTheModel {
+        /// The folder.
+        folder: PathBuf,
+        /// `model_type` of the config.
+        model: &'static str,
+        /// Their names: the first of each kind, and how many there are.
+        tensors: Vec<String>,
     },
     /// The header cannot be understood.
     #[error("{path} has no valid safetensors header: {detail}\nfetch the file again", path = path.display())]
@@ -239,6 +258,8 @@ struct Entry {
 pub struct ExtraTensors {
     /// Such as `model.layers.{i}.self_attn.rotary_emb.inv_freq`.
     pub pattern: String,
+    /// Name of the first that matches.
+    pub first: String,
     /// Tensors that match.
     pub count: usize,
     /// Their bytes together.
@@ -257,14 +278,25 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     /// Opens a target's folder: prefixes are resolved to canonical names, a tied head becomes the embedding, and the
-    /// headers are checked against `config`. Returns the tensors that the model does not use; the caller prints them.
+    /// headers are checked against `config`. Returns the tensors that the model does not use and that are known to change
+    /// nothing; the caller prints them.
     ///
     /// # Errors
     /// A [`CheckpointError`] naming file or tensor; no weights have been read by then.
     pub fn open_target(folder: &Path, config: &TargetConfig) -> Result<(Self, Vec<ExtraTensors>), CheckpointError> {
         let checkpoint = Self::open_canonical(folder, config.tie_embeddings)?;
-        let extras = checkpoint.check(&expected_tensors(config))?;
-        Ok((checkpoint, extras))
+        let (harmless, foreign): (Vec<_>, Vec<_>) = checkpoint
+            .check(&expected_tensors(config))?
+            .into_iter()
+            .partition(|e| is_harmless(&e.pattern, config.tie_embeddings));
+        if foreign.is_empty() {
+            return Ok((checkpoint, harmless));
+        }
+        let tensors = foreign
+            .iter()
+            .map(|e| if e.count == 1 { e.first.clone() } else { format!("{} (and {} like it)", e.first, e.count - 1) });
+        let model = config.family.model_type();
+        Err(CheckpointError::NotOfTheModel { folder: folder.to_owned(), model, tensors: tensors.collect() })
     }
 
     /// Opens a folder with canonical names, without comparing with a config.
@@ -383,13 +415,14 @@ impl Checkpoint {
             }
         }
         let used: BTreeSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
-        let mut extras: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+        let mut extras: BTreeMap<String, ExtraTensors> = BTreeMap::new();
         for (name, entry) in self.tensors.iter().filter(|(name, _)| !used.contains(name.as_str())) {
-            let (count, bytes) = extras.entry(pattern(name)).or_default();
-            *count += 1;
-            *bytes += entry.range.len() as u64;
+            let none = || ExtraTensors { pattern: pattern(name), first: name.clone(), count: 0, bytes: 0 };
+            let extra = extras.entry(pattern(name)).or_insert_with(none);
+            extra.count += 1;
+            extra.bytes += entry.range.len() as u64;
         }
-        Ok(extras.into_iter().map(|(pattern, (count, bytes))| ExtraTensors { pattern, count, bytes }).collect())
+        Ok(extras.into_values().collect())
     }
 
     /// The folder that was opened.
@@ -495,6 +528,19 @@ impl Checkpoint {
     }
 }
 
+/// Buffers that configs give again, as some exporters store them.
+const BUFFERS: [&str; 3] = ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"];
+/// Parts of larger models that stand beside the text decoder and are not on the way of text through it.
+const BESIDE: [&str; 6] = ["visual.", "vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "mtp."];
+
+/// Whether extra tensors of this pattern leave the hidden states of text and the logits as they are. A tied head has been compared with the embedding.
+fn is_harmless(pattern: &str, tied: bool) -> bool {
+    let beside = pattern.strip_prefix("model.").unwrap_or(pattern);
+    BUFFERS.iter().any(|buffer| pattern.ends_with(buffer))
+        || BESIDE.iter().any(|part| beside.starts_with(part))
+        || (tied && pattern == HEAD)
+}
+
 /// Whether a name without its prefix is one of a decoder's own tensors.
 fn is_decoder_tensor(name: &str) -> bool {
     name.starts_with("layers.") || name.starts_with("embed_tokens.") || name == "norm.weight"
@@ -504,70 +550,4 @@ fn is_decoder_tensor(name: &str) -> bool {
 fn pattern(name: &str) -> String {
     let number = |piece: &&str| !piece.is_empty() && piece.bytes().all(|byte| byte.is_ascii_digit());
     name.split('.').map(|piece| if number(&piece) { "{i}" } else { piece }).collect::<Vec<_>>().join(".")
-}
-
-/// The folder's weight files in order, and the index's placement of tensors if there is an index.
-type WeightFiles = (Vec<PathBuf>, Option<(PathBuf, BTreeMap<String, String>)>);
-
-fn weight_files(folder: &Path) -> Result<WeightFiles, CheckpointError> {
-    let single = folder.join("model.safetensors");
-    if single.exists() {
-        return Ok((vec![single], None));
-    }
-    let index = folder.join("model.safetensors.index.json");
-    if !index.exists() {
-        return Err(CheckpointError::NoWeights { folder: folder.to_owned(), advice: no_weights_advice(folder) });
-    }
-    let bad = |detail: String| CheckpointError::Index { path: index.clone(), detail };
-    let object = read_object(&index).map_err(|error| match error {
-        ConfigError::Read { path, source } => CheckpointError::Io { path, source },
-        other => bad(other.to_string().lines().next().unwrap_or_default().to_owned()),
-    })?;
-    let map =
-        object.get("weight_map").and_then(Value::as_object).ok_or_else(|| bad("it has no object `weight_map`".to_owned()))?;
-    let mut placed = BTreeMap::new();
-    for (tensor, shard) in map {
-        // A shard is a plain file name; anything else could reach outside of the folder.
-        let shard = shard.as_str().filter(|shard| Path::new(shard).file_name().is_some_and(|name| name == *shard));
-        let shard = shard.ok_or_else(|| bad(format!("the shard of tensor `{tensor}` is not a file name")))?;
-        placed.insert(tensor.clone(), shard.to_owned());
-    }
-    let shards: BTreeSet<&String> = placed.values().collect();
-    let missing: Vec<String> = shards.iter().filter(|shard| !folder.join(shard).exists()).map(|s| (*s).clone()).collect();
-    if !missing.is_empty() {
-        return Err(CheckpointError::MissingShards { folder: folder.to_owned(), shards: missing });
-    }
-    Ok((shards.into_iter().map(|shard| folder.join(shard)).collect(), Some((index, placed))))
-}
-
-fn no_weights_advice(folder: &Path) -> String {
-    let names: Vec<String> = std::fs::read_dir(folder)
-        .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
-        .unwrap_or_default();
-    match names.iter().find(|name| name.ends_with(".bin") || name.ends_with(".gguf") || name.ends_with(".pth")) {
-        Some(other) => format!("it has {other}; convert the weights to safetensors"),
-        None => "name a folder with downloaded weights".to_owned(),
-    }
-}
-
-/// Checks a file's length against its header. Returns where the data starts.
-pub(crate) fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), CheckpointError> {
-    let have = file.len() as u64;
-    let length = |want: u64| CheckpointError::Length { path: path.to_owned(), have, want };
-    let Some((prefix, rest)) = file.split_first_chunk::<8>() else { return Err(length(8)) };
-    let header_bytes = u64::from_le_bytes(*prefix);
-    let asked = header_bytes.saturating_add(8);
-    if asked > have && header_bytes < 100_000_000 {
-        return Err(length(asked));
-    }
-    match SafeTensors::read_metadata(file) {
-        Ok((n, metadata)) => Ok((8 + n, metadata)),
-        Err(safetensors::SafeTensorError::MetadataIncompleteBuffer) => {
-            let header = usize::try_from(header_bytes).ok().and_then(|n| rest.get(..n)).unwrap_or_default();
-            let tensors: HashMap<String, Value> = serde_json::from_slice(header).unwrap_or_default();
-            let end = |info: &Value| info["data_offsets"][1].as_u64();
-            Err(length(asked + tensors.values().filter_map(end).max().unwrap_or(0)))
-        }
-        Err(error) => Err(CheckpointError::Header { path: path.to_owned(), detail: error.to_string() }),
-    }
 }

@@ -87,6 +87,22 @@ pub(crate) struct Fields<'a> {
     pub(crate) map: &'a Map<String, Value>,
 }
 
+/// The most that a key may say. Far beyond every published model, and small enough that no product of two sizes in bytes overflows 64 bits: what is larger
+/// is a damaged file.
+const MOST: [(&str, usize); 9] = [
+    ("block_size", 1 << 12),
+    ("head_dim", 1 << 14),
+    ("hidden_size", 1 << 20),
+    ("intermediate_size", 1 << 22),
+    ("max_position_embeddings", 1 << 30),
+    ("num_attention_heads", 1 << 14),
+    ("num_hidden_layers", 1 << 10),
+    ("num_key_value_heads", 1 << 14),
+    ("vocab_size", 1 << 24),
+];
+/// The most of any other count.
+const MOST_OTHERWISE: usize = 1 << 31;
+
 /// A count, as the wording of errors has it.
 const COUNT: &str = "a whole number of 1 or more";
 /// A token id, as the wording of errors has it.
@@ -152,10 +168,16 @@ impl<'a> Fields<'a> {
         value.ok_or_else(|| self.missing(key, wanted))
     }
 
-    /// A count of at least 1.
+    /// A count of at least 1, and at most what its key may say.
     pub(crate) fn opt_count(&self, key: &str) -> Result<Option<usize>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+        let most = MOST.iter().find(|(known, _)| *known == key).map_or(MOST_OTHERWISE, |(_, most)| *most);
+        match value.as_u64().map(|n| usize::try_from(n).unwrap_or(usize::MAX)) {
+            Some(n) if n > most => Err(self.value(
+                key,
+                format!("no model has more than {most}"),
+                "the file is damaged, or not the one of this model; fetch it again",
+            )),
             Some(n) if n > 0 => Ok(Some(n)),
             _ => Err(self.wrong_type(key, COUNT)),
         }

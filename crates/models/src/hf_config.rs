@@ -1,11 +1,11 @@
 //! A target's `config.json`: from a Hugging Face folder to the numbers that define the forward pass.
 //!
-//! Job: read `config.json` (and the stop tokens of `generation_config.json`) of a llama or qwen3 folder. It refuses, by name,
-//! every other model type and every setting whose mathematics is not implemented, and it collects a warning for each key
+//! Job: read `config.json` of a llama or qwen3 folder, and the stop tokens that any folder declares. It refuses, by name, every other model type and every setting whose mathematics is not implemented, and it collects a warning for each key
 //! that it does not know; the caller prints those.
 //! Invariants: every field of a [`TargetConfig`] is explicit, with the defaults of transformers applied where a key may be
 //! absent; `head_dim` comes from the config and only in its absence from hidden / heads; heads are a multiple of kv heads.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -70,8 +70,6 @@ pub struct TargetConfig {
     pub max_positions: usize,
     /// Beginning-of-text token.
     pub bos_id: Option<u32>,
-    /// Tokens that stop generation: those of generation_config.json if it names any, else those of config.json.
-    pub eos_ids: Vec<u32>,
     /// Padding token.
     pub pad_id: Option<u32>,
     /// One line for each key that is not known, and for each value that was overruled. The caller prints them.
@@ -89,30 +87,15 @@ impl TargetConfig {
         self.kv_heads * self.head_dim
     }
 
-    /// Reads `config.json`, and `generation_config.json` if there is one, from a model's folder.
+    /// Reads `config.json` from a model's folder.
     ///
     /// # Errors
     /// A [`ConfigError`] naming file and key for anything unreadable, missing, contradictory or not supported.
     pub fn open(folder: &Path) -> Result<Self, ConfigError> {
-        let mut config = Self::from_file(&folder.join("config.json"))?;
-        let generation = folder.join("generation_config.json");
-        if generation.try_exists().map_err(|source| ConfigError::Read { path: generation.clone(), source })? {
-            let map = read_object(&generation)?;
-            let eos = Fields::new(&generation, &map).tokens("eos_token_id")?;
-            if !eos.is_empty() {
-                config.eos_ids = eos;
-            }
-        }
-        if config.eos_ids.is_empty() {
-            config.warnings.push(format!(
-                "{}: no `eos_token_id` here or in generation_config.json; generation ends only at its limit",
-                folder.join("config.json").display()
-            ));
-        }
-        Ok(config)
+        Self::from_file(&folder.join("config.json"))
     }
 
-    /// Reads one config file, without the generation config beside it.
+    /// Reads one config file.
     ///
     /// # Errors
     /// As [`TargetConfig::open`].
@@ -175,11 +158,32 @@ impl TargetConfig {
             qk_norm: family == Family::Qwen3,
             max_positions,
             bos_id: config.opt_token("bos_token_id")?,
-            eos_ids,
             pad_id: config.opt_token("pad_token_id")?,
             warnings,
         })
     }
+}
+
+/// Tokens that a folder's `generation_config.json` and `config.json` declare to end a text (`eos_token_id`, one or several; for a multimodal model also that of
+/// its text model), together: what is an end in one of them is no ordinary token in the other. A file that is absent declares none.
+///
+/// # Errors
+/// A [`ConfigError`] for a file that cannot be read or a value that is no token id.
+pub fn declared_stop_ids(folder: &Path) -> Result<BTreeSet<u32>, ConfigError> {
+    let mut ids = BTreeSet::new();
+    for name in ["generation_config.json", "config.json"] {
+        let path = folder.join(name);
+        if !path.try_exists().map_err(|source| ConfigError::Read { path: path.clone(), source })? {
+            continue;
+        }
+        let map = read_object(&path)?;
+        let fields = Fields::new(&path, &map);
+        ids.extend(fields.tokens("eos_token_id")?);
+        if let Some(text) = fields.opt_object("text_config")? {
+            ids.extend(fields.nested("text_config", text).tokens("eos_token_id")?);
+        }
+    }
+    Ok(ids)
 }
 
 /// Keys that [`TargetConfig::parse`] takes itself.
@@ -289,6 +293,13 @@ mod tests {
             ("pretraining_tp", "2"),
             ("hidden_size", "0"),
             ("hidden_size", "8.5"),
+            ("hidden_size", "1e30"),
+            ("num_hidden_layers", "4294967296"),
+            ("intermediate_size", "9223372036854775808"),
+            ("intermediate_size", "100000000000000000000000"),
+            ("vocab_size", "-1"),
+            ("max_position_embeddings", "18446744073709551615"),
+            ("head_dim", "4611686018427387904"),
             ("hidden_size", "null"),
             ("vocab_size", r#""64""#),
             ("num_key_value_heads", "3"),
@@ -317,14 +328,18 @@ mod tests {
     }
 
     #[test]
-    fn stop_tokens_come_from_the_generation_config_first() {
+    fn stop_tokens_are_those_of_both_files() {
         let dir = tempfile::tempdir().unwrap();
+        let declared = || declared_stop_ids(dir.path()).map(|ids| ids.into_iter().collect::<Vec<u32>>());
+        assert!(declared().unwrap().is_empty());
         std::fs::write(dir.path().join("config.json"), TINY).unwrap();
-        assert_eq!(TargetConfig::open(dir.path()).unwrap().eos_ids, [2]);
-        std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": [5, 2]}"#).unwrap();
-        assert_eq!(TargetConfig::open(dir.path()).unwrap().eos_ids, [5, 2]);
+        assert_eq!(declared().unwrap(), [2]);
+        std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": [5, 7]}"#).unwrap();
+        assert_eq!(declared().unwrap(), [2, 5, 7]);
         std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": "x"}"#).unwrap();
-        let message = TargetConfig::open(dir.path()).unwrap_err().to_string();
+        let message = declared().unwrap_err().to_string();
         assert!(message.contains("generation_config.json") && message.contains("`eos_token_id`"), "{message}");
+        std::fs::write(dir.path().join("generation_config.json"), r#"{"text_config": {"eos_token_id": 9}}"#).unwrap();
+        assert_eq!(declared().unwrap(), [2, 9]);
     }
 }

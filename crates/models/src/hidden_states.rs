@@ -232,7 +232,7 @@ struct Located {
 
 fn locate(path: &Path, file: &[u8]) -> Result<(Located, Vec<i64>), HiddenStatesError> {
     let fail = |reason, detail: String| HiddenStatesError { path: path.to_owned(), reason, detail };
-    let (data_start, header) = crate::checkpoint::read_header(path, file).map_err(|error| {
+    let (data_start, header) = crate::weight_files::read_header(path, file).map_err(|error| {
         let reason = match error {
             crate::checkpoint::CheckpointError::Length { .. } => Reason::WrongLength,
             _ => Reason::WrongLayout,

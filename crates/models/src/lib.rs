@@ -20,3 +20,4 @@ mod safetensors_file;
 pub mod serve;
 pub mod target;
 pub mod tensor_names;
+pub mod weight_files;

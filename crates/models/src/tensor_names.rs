@@ -6,6 +6,7 @@
 //! Invariants: rows of a fused matrix follow one another without gaps, in the order q, k, v and gate, up; matrices are
 //! `[out, in]` row-major; the parts of a fused tensor partition its rows.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::draft_config::DraftConfig;
@@ -152,13 +153,9 @@ pub const HEAD: &str = "lm_head.weight";
 
 /// Names and shapes that a target's checkpoint must hold, in canonical Hugging Face naming; a tied head is not among them.
 pub fn expected_tensors(config: &TargetConfig) -> Vec<(String, Vec<usize>)> {
-    let mut expected: Vec<(String, Vec<usize>)> = Vec::new();
-    for part in target_sources(config).into_iter().flat_map(|fused| fused.parts) {
-        if !expected.iter().rev().any(|(name, _)| *name == part.name) {
-            expected.push((part.name, part.shape));
-        }
-    }
-    expected
+    let mut named = HashSet::new();
+    let parts = target_sources(config).into_iter().flat_map(|fused| fused.parts);
+    parts.filter(|part| named.insert(part.name.clone())).map(|part| (part.name, part.shape)).collect()
 }
 
 /// The drafter's tensors in the program's naming, with the plain names that make them up: `fc`, `hidden_norm`,

@@ -164,14 +164,6 @@ fn wrong_shapes_dtypes_lengths_and_doubles_are_named() {
     let error = refused(&wrong);
     assert!(error.to_string().contains("model.layers.1.mlp.down_proj.weight") && error.to_string().contains("I32"), "{error}");
 
-    let mut wrong = good.clone();
-    wrong.push(("norm.weight".to_owned(), Dtype::F32, vec![20], vec![0; 80]));
-    let extras = {
-        write(&path, &wrong);
-        Checkpoint::open_target(dir.path(), &config).unwrap().1
-    };
-    assert_eq!(extras[0].pattern, "norm.weight", "a second prefix is listed, not merged");
-
     write(&path, &good);
     let bytes = std::fs::read(&path).unwrap();
     for cut in [1, bytes.len() / 2, bytes.len() - 4] {
@@ -185,6 +177,54 @@ fn wrong_shapes_dtypes_lengths_and_doubles_are_named() {
     assert!(matches!(&error, CheckpointError::Length { have: h, want: w, .. } if (*h, *w) == (have, want)), "{error}");
     std::fs::write(&path, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
     assert!(matches!(Checkpoint::open(dir.path()), Err(CheckpointError::Header { .. })));
+}
+
+#[test]
+fn a_tensor_that_the_config_does_not_speak_of_is_an_error_and_a_harmless_one_is_listed() {
+    let config = tiny();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let with = |name: &str| {
+        let mut tensors = whole(&config, "model.");
+        tensors.push((name.to_owned(), Dtype::F32, vec![20], vec![0; 80]));
+        write(&path, &tensors);
+        Checkpoint::open_target(dir.path(), &config)
+    };
+    for name in [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.1.mlp.gate_proj.bias",
+        "model.layers.1.self_attn.sinks",
+        "model.layers.2.input_layernorm.weight",
+        "model.norm.bias",
+        "model.embed_positions.weight",
+        // Under another prefix than the rest: which of the two is meant cannot be known.
+        "norm.weight",
+        "layers.0.self_attn.q_proj.weight",
+    ] {
+        let Err(error) = with(name) else { panic!("{name} was passed over") };
+        let text = error.to_string();
+        assert!(matches!(error, CheckpointError::NotOfTheModel { .. }) && text.lines().count() == 2, "{name}: {text}");
+        assert!(text.contains(&format!(": {name}\n")), "{text}");
+    }
+    for name in
+        ["model.rotary_emb.inv_freq", "model.visual.blocks.0.norm1.weight", "vision_tower.patch_embed.weight", "mtp.fc.weight"]
+    {
+        assert_eq!(with(name).unwrap().1.len(), 1, "{name}");
+    }
+}
+
+#[test]
+fn a_git_lfs_pointer_is_called_one() {
+    let config = tiny();
+    let dir = tempfile::tempdir().unwrap();
+    let text = format!("version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 4976698672\n", "0".repeat(64));
+    std::fs::write(dir.path().join("model.safetensors"), text).unwrap();
+    let error = Checkpoint::open_target(dir.path(), &config).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        matches!(error, CheckpointError::LfsPointer { .. }) && text.contains("model.safetensors is a Git LFS pointer"),
+        "{text}"
+    );
 }
 
 #[test]
