@@ -95,6 +95,12 @@ pub struct Card {
     pub supervised_share: f64,
     /// Anchor candidates.
     pub candidates: u64,
+    /// Positions that the target was made for; absent when its config.json does not say.
+    #[serde(default)]
+    pub max_positions: Option<u64>,
+    /// Kept rows with more tokens than that. They cannot be trained on as they are.
+    #[serde(default)]
+    pub rows_beyond_positions: u64,
     /// Lengths of kept rows.
     pub lengths: Vec<LengthBar>,
     /// Largest token id.
@@ -137,6 +143,9 @@ impl Card {
         line(format!("| supervised | {} ({:.1} %) |", self.supervised, 100.0 * self.supervised_share));
         line(format!("| anchor candidates | {} |", self.candidates));
         line(format!("| rows cut to {} tokens | {} |", self.max_len, self.rows_cut));
+        if let Some(most) = self.max_positions {
+            line(format!("| rows longer than the target's {most} positions | {} |", self.rows_beyond_positions));
+        }
         line(format!("| answers cut by a length limit, kept | {} |", self.truncated_answers));
         line(format!("| rows with special-token text (encoded as ordinary text) | {} |", self.special_text_rows));
         line(format!("| tokens across a span's border, masked | {} |", self.straddling_tokens));

@@ -188,7 +188,7 @@ impl Dataset {
     pub fn read_row(&self, row: usize, out: &mut Row) -> Result<()> {
         let bad = |what: String| DataError::Row { path: self.dir.clone(), row: row as u64, what };
         if row >= self.len() {
-            return Err(bad(format!("the dataset has only {} rows", self.len())));
+            return Err(DataError::NoRow { path: self.dir.clone(), row, last: self.len().saturating_sub(1) });
         }
         let at = self.index.batches.partition_point(|b| b.first_row <= row as u64) - 1;
         let place = &self.index.batches[at];

@@ -61,6 +61,33 @@ pub enum DataError {
     /// The chat template refused or failed on a conversation.
     #[error("the chat template refused the conversation: {0}\nchange the conversation, or the template of the target")]
     Template(String),
+    /// The chat template ran on and on.
+    #[error(
+        "the chat template did not end within {steps} steps: it loops without end, or the conversation is far too long\nlook at its loops, or use another template"
+    )]
+    EndlessTemplate {
+        /// Steps that it was given.
+        steps: u64,
+    },
+    /// The target's config.json or generation_config.json.
+    #[error(transparent)]
+    ModelConfig(Box<drafthorse_models::config_fields::ConfigError>),
+    /// A row that the dataset does not have.
+    #[error("dataset {} has no row {row}: its rows go from 0 to {last}\nname one of these", path.display())]
+    NoRow {
+        /// The dataset folder.
+        path: PathBuf,
+        /// The row asked for.
+        row: usize,
+        /// Its last row.
+        last: usize,
+    },
+    /// The caller asked to stop.
+    #[error("stopped on request: nothing was written to {}\nrun the command again", out.display())]
+    Stopped {
+        /// The dataset folder that was to be written.
+        out: PathBuf,
+    },
     /// The tokenizer failed.
     #[error("the tokenizer failed: {0}\ncheck that tokenizer.json belongs to this target")]
     Tokenizer(String),
@@ -102,6 +129,12 @@ pub enum DataError {
         /// What to do.
         todo: String,
     },
+}
+
+impl From<drafthorse_models::config_fields::ConfigError> for DataError {
+    fn from(error: drafthorse_models::config_fields::ConfigError) -> Self {
+        Self::ModelConfig(Box::new(error))
+    }
 }
 
 impl DataError {

@@ -47,7 +47,7 @@ pub struct MaskToken {
 /// (from the dataset's card or index), in ascending order.
 ///
 /// # Errors
-/// When the config's id has no embedding row, or nothing can be chosen without harm.
+/// When the config's id has no embedding row or ends a text, or nothing can be chosen without harm.
 pub fn choose_mask_token(
     configured: Option<u32>,
     vocab_size: u32,
@@ -60,6 +60,13 @@ pub fn choose_mask_token(
                 key: "drafter.mask_token_id",
                 what: format!("{id} has no embedding row; the target has {vocab_size}"),
                 todo: "choose a smaller id, or leave the key out".into(),
+            });
+        }
+        if tokenizer.stop_ids().contains(&id) {
+            return Err(DataError::Config {
+                key: "drafter.mask_token_id",
+                what: format!("{id} ends a text of this target (end-of-sequence), so the drafter would learn to draft ends"),
+                todo: "choose an id that the target never generates, or leave the key out".into(),
             });
         }
         return Ok(MaskToken { id, source: MaskTokenSource::Config });

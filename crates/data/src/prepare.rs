@@ -8,6 +8,8 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use rayon::prelude::*;
@@ -59,6 +61,8 @@ pub struct PrepareOptions {
     pub shard_bytes: u64,
     /// The date given to the template, for the card: `YYYY-MM-DD`.
     pub template_date: Option<String>,
+    /// Set from elsewhere to end early; nothing is left at `out` then.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl PrepareOptions {
@@ -76,6 +80,7 @@ impl PrepareOptions {
             threads: None,
             shard_bytes: 500_000_000,
             template_date: None,
+            stop: Arc::default(),
         }
     }
 }
@@ -143,8 +148,8 @@ struct Counts {
 /// `progress` is called from one thread, about once per chunk of lines.
 ///
 /// # Errors
-/// The first unreadable line (under [`OnError::Stop`]), a failing tokenizer or disk, or a dataset on which nothing could be
-/// trained. Nothing is left at `options.out` then.
+/// The first unreadable line (under [`OnError::Stop`]), a failing tokenizer or disk, a dataset on which nothing could be
+/// trained, or [`DataError::Stopped`]. Nothing is left at `options.out` then.
 pub fn prepare(tokenizer: &ChatTokenizer, options: &PrepareOptions, progress: &(dyn Fn(PrepareProgress) + Sync)) -> Result<Card> {
     check_out(options)?;
     let mut bytes_total = 0;
@@ -174,14 +179,30 @@ pub fn prepare(tokenizer: &ChatTokenizer, options: &PrepareOptions, progress: &(
     })?;
     refuse_untrainable(&counts)?;
     let index = Index::scan(&aside.path, &names, &|_, _| {})?;
+    if tokenizer.model_size("vocab_size").is_some_and(|rows| u64::from(index.header.max_token_id) >= rows) {
+        let what = format!("it gives token id {}, which config.json's vocab_size leaves out", index.header.max_token_id);
+        return Err(DataError::target(
+            &tokenizer.dir().join("tokenizer.json"),
+            what,
+            "tokenizer and weights must be of one model",
+        ));
+    }
     index.write(&aside.path.join(INDEX_FILE))?;
     write_state(&aside.path, &names, &index.header.fingerprint)?;
     let card = card(tokenizer, options, counts, sources, &index);
     let json = serde_json::to_vec_pretty(&card).map_err(|e| DataError::io("write", &aside.path)(e.into()))?;
     write_synced(&aside.path.join(CARD_FILE), &json)?;
     write_synced(&aside.path.join("README.md"), card.markdown().as_bytes())?;
+    check_stop(options)?;
     aside.publish(&options.out)?;
     Ok(card)
+}
+
+fn check_stop(options: &PrepareOptions) -> Result<()> {
+    match options.stop.load(Ordering::Relaxed) {
+        true => Err(DataError::Stopped { out: options.out.clone() }),
+        false => Ok(()),
+    }
 }
 
 fn check_out(options: &PrepareOptions) -> Result<()> {
@@ -352,7 +373,8 @@ fn tokenize_chunks(
 }
 
 fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Result<Outcome> {
-    let record = match parse_line(&line.bytes, &options.roles) {
+    check_stop(options)?;
+    let record = match parse_line(&line.bytes, &options.roles).and_then(|record| embedded(record, tokenizer)) {
         Ok(record) => record,
         Err(fault) if options.on_error == OnError::Skip => {
             return Ok(Outcome::Dropped(match fault {
@@ -380,6 +402,11 @@ fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Resu
             }
             let tokens = match tokenizer.tokenize(&conversation)? {
                 Ok(tokens) => tokens,
+                // Every row would take as long: that is no property of this one.
+                Err(Drop::EndlessTemplate(what)) if options.on_error == OnError::Stop => {
+                    let fault = LineFault::Broken { at: 0, what };
+                    return Err(fault.into_error(&options.inputs[line.source], line.number, line.start));
+                }
                 Err(drop) => return Ok(Outcome::Dropped(drop)),
             };
             let mut messages = BTreeMap::new();
@@ -414,6 +441,17 @@ fn row(tokenizer: &ChatTokenizer, options: &PrepareOptions, line: &Line) -> Resu
         return Ok(Outcome::Dropped(Drop::NoAnchor));
     }
     Ok(Outcome::Kept(Box::new(kept)))
+}
+
+/// Refuses a pre-tokenized record with ids that the target has no embedding for.
+fn embedded(record: Record, tokenizer: &ChatTokenizer) -> std::result::Result<Record, LineFault> {
+    if let (Record::Tokens { input_ids, .. }, Some(rows)) = (&record, tokenizer.model_size("vocab_size"))
+        && let Some((at, id)) = input_ids.iter().enumerate().find(|(_, id)| **id as u64 >= rows)
+    {
+        let what = format!("`input_ids` holds {id} at index {at}, but the target's vocab_size is {rows}");
+        return Err(LineFault::Broken { at: 0, what });
+    }
+    Ok(record)
 }
 
 const EXAMPLES_KEPT: usize = 5;
@@ -490,6 +528,11 @@ fn card(tokenizer: &ChatTokenizer, options: &PrepareOptions, counts: Counts, sou
         supervised: header.supervised,
         supervised_share: header.supervised as f64 / header.tokens.max(1) as f64,
         candidates: header.candidates,
+        max_positions: tokenizer.model_size("max_position_embeddings"),
+        rows_beyond_positions: match tokenizer.model_size("max_position_embeddings") {
+            Some(most) => index.lengths.iter().filter(|&&length| u64::from(length) > most).count() as u64,
+            None => 0,
+        },
         lengths: length_histogram(&index.lengths),
         max_token_id: header.max_token_id,
         unused_ids: header.unused_ids.clone(),

@@ -28,6 +28,8 @@ pub enum Drop {
     NoUser,
     /// The template refused the conversation; its words.
     TemplateRefused(String),
+    /// The template did not end; the error's first line.
+    EndlessTemplate(String),
     /// The only assistant message comes first, and no prompt of this template leads to it.
     AssistantFirst(String),
     /// An assistant turn could not be located exactly in the rendered text; why.
@@ -52,6 +54,7 @@ impl Drop {
             Self::EmptyAssistant => "empty assistant message",
             Self::NoUser => "no user message",
             Self::TemplateRefused(_) => "refused by the chat template",
+            Self::EndlessTemplate(_) => "chat template without end",
             Self::AssistantFirst(_) => "assistant first, which the chat template cannot prompt",
             Self::SpanNotLocated(_) => "assistant turn not located exactly",
             Self::SpecialTokenText(_) => "special-token text outside message content",
@@ -66,6 +69,7 @@ impl Drop {
     pub fn detail(&self) -> Option<&str> {
         match self {
             Self::TemplateRefused(s)
+            | Self::EndlessTemplate(s)
             | Self::AssistantFirst(s)
             | Self::SpanNotLocated(s)
             | Self::SpecialTokenText(s)
@@ -104,6 +108,17 @@ pub struct StopTexts {
 const SWITCHES: [(&str, bool); 4] =
     [("enable_thinking", false), ("enable_thinking", true), ("thinking", false), ("thinking", true)];
 
+/// Why a rendering that failed drops its row.
+fn refused(error: DataError) -> Drop {
+    match error {
+        DataError::Template(words) => Drop::TemplateRefused(words),
+        DataError::EndlessTemplate { .. } => {
+            Drop::EndlessTemplate(error.to_string().lines().next().unwrap_or_default().to_owned())
+        }
+        other => Drop::TemplateRefused(other.to_string()),
+    }
+}
+
 /// Renders `conversation` and locates the assistant's spans.
 ///
 /// # Errors
@@ -118,10 +133,6 @@ pub fn locate(template: &ChatTemplate, stops: &StopTexts, conversation: &Convers
     let tools = to_jinja(&conversation.tools);
     let plain: Vec<JinjaValue> = conversation.messages.iter().map(to_jinja).collect();
     let with_probes: Vec<JinjaValue> = probed.messages.iter().map(to_jinja).collect();
-    let refused = |e| match e {
-        DataError::Template(words) => Drop::TemplateRefused(words),
-        other => Drop::TemplateRefused(other.to_string()),
-    };
     let text = template.render(&plain, &tools, RenderOptions::default()).map_err(refused)?;
     let marks = template.has_generation_marks().then(|| probed.marks());
     let reading = template
@@ -290,12 +301,7 @@ impl Turns<'_> {
     /// What the prompt before turn `i` ends with, after the last message text in it.
     fn tail(&self, i: usize, overrides: Option<(&str, bool)>, last_piece: Option<usize>) -> Result<String, Drop> {
         let options = RenderOptions { add_generation_prompt: true, overrides, marks: None };
-        let rendered = self.template.render(&self.messages[..i], self.tools, options).map_err(|e| {
-            Drop::TemplateRefused(match e {
-                DataError::Template(words) => words,
-                other => other.to_string(),
-            })
-        })?;
+        let rendered = self.template.render(&self.messages[..i], self.tools, options).map_err(refused)?;
         let reading = self.probed.read(&rendered);
         let last = reading.probes.last();
         if last.map(|p| p.piece) != last_piece || last.is_some_and(|p| !p.closes) {

@@ -18,6 +18,9 @@ use crate::hash::sha256_hex;
 const OPEN: &str = "drafthorse_generation_open";
 const CLOSE: &str = "drafthorse_generation_close";
 
+/// Steps of the template engine (instructions, and a step per 64 bytes made) that one rendering may take. Templates in use need some hundred per message.
+pub const RENDER_STEPS: u64 = 20_000_000;
+
 /// A loaded chat template with the variables that transformers gives it.
 pub struct ChatTemplate {
     env: Environment<'static>,
@@ -102,6 +105,7 @@ impl ChatTemplate {
                 .build()
                 .map_err(|e| DataError::Template(e.to_string()))?,
         );
+        env.set_fuel(Some(RENDER_STEPS));
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         env.add_function("raise_exception", |message: String| -> std::result::Result<JinjaValue, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
@@ -154,10 +158,13 @@ impl ChatTemplate {
     /// Renders `messages` with `tools` (null for none).
     ///
     /// # Errors
-    /// [`DataError::Template`] with the template's own words.
+    /// [`DataError::Template`] with the template's own words; [`DataError::EndlessTemplate`] after [`RENDER_STEPS`].
     pub fn render(&self, messages: &[JinjaValue], tools: &JinjaValue, options: RenderOptions<'_>) -> Result<String> {
         let name = if self.has_tool_template && !tools.is_none() { "tool_use" } else { "default" };
-        let fail = |e: JinjaError| DataError::Template(first_cause(&e));
+        let fail = |e: JinjaError| match e.kind() {
+            ErrorKind::OutOfFuel => DataError::EndlessTemplate { steps: RENDER_STEPS },
+            _ => DataError::Template(first_cause(&e)),
+        };
         let template = self.env.get_template(name).map_err(fail)?;
         let mut context: Vec<(String, JinjaValue)> = self.globals.iter().map(|(k, v)| (k.clone(), to_jinja(v))).collect();
         context.push(("messages".into(), JinjaValue::from(messages.to_vec())));
@@ -417,6 +424,22 @@ mod tests {
         let error = render("{{ raise_exception('roles must alternate') }}", value.clone()).unwrap_err();
         assert!(error.to_string().contains("roles must alternate"), "{error}");
         assert_eq!(render("{{ none }}{{ true }}{{ messages[0].absent }}", value).unwrap(), "NoneTrue");
+    }
+
+    #[test]
+    fn a_template_without_end_is_ended_and_a_long_conversation_is_not() {
+        let nested =
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}";
+        let grows = "{% set ns = namespace(s='x') %}{% for a in range(9999) %}{% set ns.s = ns.s + ns.s %}{% endfor %}";
+        for source in [nested, grows] {
+            let error = render(source, Value::Null).unwrap_err();
+            assert!(matches!(error, DataError::EndlessTemplate { .. }), "{error}");
+        }
+        let message = to_jinja(&serde_json::json!({"role": "user", "content": "x".repeat(2_000)}));
+        let source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim }}{% endfor %}";
+        let options = RenderOptions::default();
+        let text = template(source).render(&vec![message; 2_000], &JinjaValue::from(()), options).unwrap();
+        assert_eq!(text.len(), 2_000 * 2_006);
     }
 
     #[test]

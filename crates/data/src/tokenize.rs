@@ -10,6 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use drafthorse_models::hf_config::declared_stop_ids;
+use drafthorse_models::weight_files::is_lfs_pointer;
 use minijinja::value::Value as JinjaValue;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
@@ -70,8 +72,17 @@ impl ChatTokenizer {
                 "convert the slow tokenizer once with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
             ));
         }
-        let tokenizer = Tokenizer::from_file(&path)
-            .map_err(|e| DataError::target(&path, format!("not a tokenizer: {e}"), "fetch the file again"))?;
+        let tokenizer = Tokenizer::from_file(&path).map_err(|e| {
+            // The tokenizers of large vocabularies lie in LFS, as weights do.
+            match std::fs::read(&path).is_ok_and(|bytes| is_lfs_pointer(&bytes)) {
+                true => DataError::target(
+                    &path,
+                    "a Git LFS pointer, not the file itself",
+                    "fetch it: run `git lfs pull` in that folder",
+                ),
+                false => DataError::target(&path, format!("not a tokenizer: {e}"), "fetch the file again"),
+            }
+        })?;
         let hash = sha256_file(&path)?;
         let template = ChatTemplate::load(dir, variables, now)?;
         Self::assemble(dir, name, tokenizer, hash, template)
@@ -83,11 +94,10 @@ impl ChatTokenizer {
         tokenizer.with_padding(None);
         let tokenizer_config = read_json_if_there(&dir.join("tokenizer_config.json"))?;
         let model_config = read_json_if_there(&dir.join("config.json"))?;
-        let generation = read_json_if_there(&dir.join("generation_config.json"))?;
         let added = tokenizer.get_added_tokens_decoder();
         let special_ids: BTreeMap<u32, String> =
             added.iter().filter(|(_, t)| t.special).map(|(&id, t)| (id, t.content.clone())).collect();
-        let mut stop_ids: BTreeSet<u32> = [eos_ids(&generation), eos_ids(&model_config)].into_iter().flatten().collect();
+        let mut stop_ids = declared_stop_ids(dir)?;
         stop_ids.extend(template.special_token("eos_token").and_then(|t| tokenizer.token_to_id(t)));
         let stops = StopTexts {
             stops: stop_ids.iter().filter_map(|&id| tokenizer.id_to_token(id)).filter(|t| !t.is_empty()).collect(),
@@ -150,12 +160,18 @@ impl ChatTokenizer {
         &self.model_config
     }
 
+    /// A size that the target's config.json gives, for a multimodal model that of its text model.
+    pub(crate) fn model_size(&self, key: &str) -> Option<u64> {
+        let text = self.model_config.get("text_config").and_then(|c| c.get(key));
+        self.model_config.get(key).or(text).and_then(Value::as_u64)
+    }
+
     /// The target's tokenizer_config.json (empty when absent).
     pub fn tokenizer_config(&self) -> &Map<String, Value> {
         &self.tokenizer_config
     }
 
-    /// Ids at which generation stops: of generation_config.json, config.json and tokenizer_config.json together.
+    /// Ids at which generation stops, the one definition of them: those of generation_config.json and config.json, and the tokenizer's own end token.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
     }
@@ -298,15 +314,5 @@ impl ChatTokenizer {
             self.encode_into(&self.literal, &located.text[from..], from, out)?;
         }
         Ok(())
-    }
-}
-
-/// `eos_token_id`: one id or a list.
-fn eos_ids(config: &Map<String, Value>) -> Vec<u32> {
-    let text_config = config.get("text_config").and_then(|c| c.get("eos_token_id"));
-    match config.get("eos_token_id").or(text_config) {
-        Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).map(|id| id as u32).collect(),
-        Some(v) => v.as_u64().map(|id| id as u32).into_iter().collect(),
-        None => Vec::new(),
     }
 }

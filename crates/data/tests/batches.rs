@@ -31,6 +31,7 @@ fn dataset(n: u64) -> (tempfile::TempDir, Arc<Dataset>) {
 /// A dataset of rows (token ids, loss mask).
 fn dataset_of(rows: impl Iterator<Item = (Vec<u64>, Vec<u8>)>) -> (tempfile::TempDir, Arc<Dataset>) {
     let target = target_dir(CHATML);
+    std::fs::write(target.path().join("config.json"), serde_json::json!({"vocab_size": VOCAB}).to_string()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let input = dir.path().join("tokens.jsonl");
     let mut text = String::new();

@@ -256,4 +256,6 @@ fn a_mask_token_is_never_padding_or_the_end_of_sequence() {
     assert!(choose(None, VOCAB, Some(&[0, 2])).is_err() && choose(None, VOCAB, None).is_err());
     assert_eq!(choose(Some(5), VOCAB, None).unwrap().source, MaskTokenSource::Config);
     assert!(choose(Some(VOCAB), VOCAB, None).is_err());
+    let ends_texts = choose(Some(2), VOCAB, None).unwrap_err().to_string();
+    assert!(ends_texts.contains("drafter.mask_token_id") && ends_texts.contains("end-of-sequence"), "{ends_texts}");
 }
