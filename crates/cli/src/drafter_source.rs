@@ -1,7 +1,8 @@
 //! A drafter to use: from a run folder, a checkpoint, or an exported or published drafter folder.
 //!
-//! Job: find it, check that it belongs to the target, read its weights. Refuses a drafter of another target. Invariant: the weights are all of the
-//! program's tensors, by internal name, as f32.
+//! Job: find it, check that it belongs to the target, read its weights. Refuses a drafter of a target of another shape; one of other weights of the same shape is
+//! told and used, because decoding stays lossless and how well it transfers may be what is asked. Invariant: the weights are all of the program's tensors, by
+//! internal name, as f32.
 
 use crate::exit::{Exit, Failure};
 use crate::launch::CONFIG_FILE;
@@ -12,7 +13,8 @@ use drafthorse_models::hf_config::TargetConfig;
 use drafthorse_models::tensor_names::draft_sources;
 use drafthorse_train::checkpoint::{Loaded, newest};
 use drafthorse_train::config::RunConfig;
-use drafthorse_train::state::folder_weights;
+use drafthorse_train::frozen::TargetFiles;
+use drafthorse_train::state::{TARGET_KEY, folder_weights, other_target, provenance};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -24,8 +26,10 @@ pub struct DrafterSource {
     pub config: DraftConfig,
     /// (internal name, values).
     pub weights: Vec<(String, Vec<f32>)>,
-    /// Step, build and dataset, as far as they are recorded.
+    /// Step, build, dataset and target, as far as they are recorded.
     pub provenance: BTreeMap<String, String>,
+    /// What to tell when it was trained for other weights than the target's.
+    pub other_target: Option<String>,
     /// Things a person should know.
     pub notices: Vec<String>,
 }
@@ -87,16 +91,18 @@ impl DrafterSource {
     ///
     /// # Errors
     /// When there is none, it is damaged, or it belongs to another target.
-    pub fn open(path: &Path, target: &TargetConfig) -> Result<DrafterSource, Failure> {
-        match place(path)? {
-            Place::Checkpoint(folder) => from_checkpoint(folder, target),
+    pub fn open(path: &Path, target: &TargetFiles) -> Result<DrafterSource, Failure> {
+        let mut source = match place(path)? {
+            Place::Checkpoint(folder) => from_checkpoint(folder, &target.config)?,
             Place::Folder(folder) => {
-                let opened = DraftFolder::open(&folder, TargetDims::from(target))?;
+                let opened = DraftFolder::open(&folder, TargetDims::from(&target.config))?;
                 let weights = folder_weights(&opened)?;
-                let provenance = opened.provenance().clone();
-                Ok(DrafterSource { folder, config: opened.config.clone(), weights, provenance, notices: opened.warnings.clone() })
+                let (config, provenance, notices) = (opened.config.clone(), opened.provenance().clone(), opened.warnings.clone());
+                DrafterSource { folder, config, weights, provenance, other_target: None, notices }
             }
-        }
+        };
+        source.other_target = other_target(source.provenance.get(TARGET_KEY), target);
+        Ok(source)
     }
 }
 
@@ -112,11 +118,8 @@ fn from_checkpoint(folder: PathBuf, target: &TargetConfig) -> Result<DrafterSour
         .iter()
         .map(|t| Ok((t.name.clone(), loaded.tensor(&t.name, t.elements())?)))
         .collect::<Result<_, Failure>>()?;
-    let provenance = BTreeMap::from([
-        ("drafthorse_build".to_owned(), loaded.meta.build_id.clone()),
-        ("drafthorse_step".to_owned(), loaded.meta.step.to_string()),
-        ("drafthorse_dataset".to_owned(), loaded.meta.dataset.clone()),
-    ]);
-    let notices = vec![format!("using {} (step {} of {})", folder.display(), loaded.meta.step, loaded.meta.total_steps)];
-    Ok(DrafterSource { folder, config, weights, provenance, notices })
+    let provenance = provenance(&loaded.meta);
+    let mut notices = vec![format!("using {} (step {} of {})", folder.display(), loaded.meta.step, loaded.meta.total_steps)];
+    notices.extend(loaded.notice());
+    Ok(DrafterSource { folder, config, weights, provenance, other_target: None, notices })
 }

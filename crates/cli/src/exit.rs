@@ -15,7 +15,7 @@ use drafthorse_train::checkpoint::CheckpointError;
 use drafthorse_train::config::ConfigError;
 use drafthorse_train::frozen::FrozenError;
 use drafthorse_train::pipeline::cancel::{Cause, Kind};
-use drafthorse_train::run::RunFailure;
+use drafthorse_train::run::{ResumeError, RunFailure};
 use drafthorse_train::setup::SetupError;
 use drafthorse_train::state::StateError;
 use std::error::Error;
@@ -38,7 +38,7 @@ pub enum Exit {
     Diverged = 6,
     /// Nothing moved for longer than allowed.
     Stalled = 7,
-    /// Ctrl-C, SIGTERM or SIGUSR1; a checkpoint was saved where one could be.
+    /// Ctrl-C, SIGTERM or SIGUSR1: `train` saved a checkpoint where it could, `prepare` removed what it had written, `eval` and `generate` showed what they had.
     Stopped = 8,
     /// A fault of the program.
     Bug = 70,
@@ -73,7 +73,7 @@ impl Exit {
             Exit::Device => "a device or library is missing or failed",
             Exit::Diverged => "diverged: training went wrong, or overfit did not get there",
             Exit::Stalled => "stalled: nothing moved for longer than allowed",
-            Exit::Stopped => "stopped on request; a checkpoint was saved where one could be",
+            Exit::Stopped => "stopped on request; a checkpoint was saved where one could be, nothing half-made is left",
             Exit::Bug => "a fault of the program",
         }
     }
@@ -192,6 +192,7 @@ impl Classified for DataError {
     fn exit(&self) -> Exit {
         match self {
             DataError::Io { source, .. } => exit_of_io(source),
+            DataError::Stopped { .. } => Exit::Stopped,
             _ => Exit::BadInput,
         }
     }
@@ -250,7 +251,9 @@ impl Classified for CheckpointError {
         match self {
             CheckpointError::Io { source, .. } => exit_of_io(source),
             CheckpointError::NotFinite { .. } => Exit::Diverged,
-            CheckpointError::Damaged { .. } | CheckpointError::Mismatch { .. } => Exit::BadInput,
+            CheckpointError::Damaged { .. } | CheckpointError::Corrupt { .. } | CheckpointError::Mismatch { .. } => {
+                Exit::BadInput
+            }
         }
     }
 }
@@ -305,7 +308,7 @@ impl Classified for StateError {
             StateError::Folder(e) => e.exit(),
             StateError::File(e) => e.exit(),
             StateError::Export(e) => e.exit(),
-            StateError::OtherShape { .. } => Exit::BadInput,
+            StateError::Other { .. } => Exit::BadInput,
         }
     }
 }
@@ -318,6 +321,15 @@ impl Classified for TelemetryError {
             TelemetryError::WriterStuck { .. } => Exit::Stalled,
             TelemetryError::Bind { .. } => Exit::BadInput,
             _ => Exit::BadInput,
+        }
+    }
+}
+
+impl Classified for ResumeError {
+    fn exit(&self) -> Exit {
+        match self {
+            ResumeError::Checkpoint(e) => e.exit(),
+            ResumeError::Init(e) => e.exit(),
         }
     }
 }
@@ -371,6 +383,12 @@ mod tests {
         RunFailure::Run(RunError { cause: Arc::new(Cause::new(kind, "target 0", error)), others: Vec::new() })
     }
 
+    fn writer_failure() -> RunFailure {
+        let source = CheckpointError::NotFinite { tensor: "fc".into(), step: 3 };
+        let cause = Cause::new(Kind::Failed, "checkpoint writer", source.to_string()).with_source(Arc::new(source));
+        RunFailure::Run(RunError { cause: Arc::new(cause), others: Vec::new() })
+    }
+
     /// Every mapping, one line each: what happened → code.
     fn table() -> String {
         let path = || PathBuf::from("f");
@@ -380,6 +398,7 @@ mod tests {
         let draft = || DraftError { field: "layers", got: text(), why: text(), advice: text() };
         let device = || ExecError::Device { phase: text(), op: text(), what: text() };
         let memory = || ExecError::Memory { bytes: 1, what: text() };
+        let other_init = || StateError::Other { folder: text(), field: "layers", theirs: text(), ours: text(), todo: text() };
         let weights = || WeightsError::NoWeights { folder: path(), advice: text() };
         let rows: Vec<(&str, Failure)> = vec![
             ("input file absent", DataError::Io { action: "read", path: path(), source: gone() }.into()),
@@ -388,6 +407,9 @@ mod tests {
             ("unknown role", DataError::UnknownRole { path: path(), line: 1, byte: 0, role: text() }.into()),
             ("tokenizer absent", DataError::Target { path: path(), what: text(), todo: text() }.into()),
             ("template refuses", DataError::Template(text()).into()),
+            ("template without end", DataError::EndlessTemplate { steps: 1 }.into()),
+            ("row out of range", DataError::NoRow { path: path(), row: 9, last: 3 }.into()),
+            ("preparing stopped on request", DataError::Stopped { out: path() }.into()),
             ("tokenizer fails", DataError::Tokenizer(text()).into()),
             ("nothing to train on", DataError::Refused { what: text(), todo: text() }.into()),
             ("damaged dataset", DataError::Dataset { path: path(), what: text(), todo: text() }.into()),
@@ -409,6 +431,7 @@ mod tests {
             ("impossible config value", ConfigError::Value { key: "k", what: text(), todo: text() }.into()),
             ("disk full while saving", CheckpointError::Io { what: "write", path: path(), source: full(), todo: text() }.into()),
             ("damaged checkpoint", CheckpointError::Damaged { path: path(), what: text() }.into()),
+            ("checkpoint file of another checksum", CheckpointError::Corrupt { path: path(), what: text(), todo: text() }.into()),
             ("checkpoint of another run", CheckpointError::Mismatch { path: path(), what: text(), todo: text() }.into()),
             ("weights not finite at a save", CheckpointError::NotFinite { tensor: text(), step: 1 }.into()),
             ("allocation fails", memory().into()),
@@ -420,10 +443,12 @@ mod tests {
             ("setup: target", SetupError::Target(FrozenError::Checkpoint(weights())).into()),
             ("setup: data", SetupError::Data(DataError::Refused { what: text(), todo: text() }).into()),
             ("setup: drafter", SetupError::Draft(draft()).into()),
-            ("init_from of another shape", StateError::OtherShape { folder: text(), field: "layers" }.into()),
+            ("init_from of another shape", other_init().into()),
+            ("init_from of another shape, at a launch", ResumeError::Init(other_init()).into()),
             ("state: device fails", StateError::Exec(device()).into()),
             ("run folder on a full disk", TelemetryError::Io { action: "open", path: path(), source: full() }.into()),
             ("telemetry writer stuck", TelemetryError::WriterStuck { path: path(), waited_ms: 1 }.into()),
+            ("weights not finite, told by the writer's thread", writer_failure().into()),
             ("worker panics", run_failure(Kind::Failed, "panicked: index out of bounds").into()),
             ("worker fails", run_failure(Kind::Failed, "phase `micro`: lost").into()),
             ("run stalls", run_failure(Kind::Stalled, "no progress").into()),
@@ -438,7 +463,7 @@ mod tests {
             ),
             (
                 "resume from a damaged checkpoint",
-                RunFailure::Resume(CheckpointError::Damaged { path: path(), what: text() }).into(),
+                RunFailure::from(CheckpointError::Damaged { path: path(), what: text() }).into(),
             ),
             ("standard output on a full disk", Failure::output(&full())),
             ("reader of standard output gone", Failure::output(&io_of(io::ErrorKind::BrokenPipe))),

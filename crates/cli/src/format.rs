@@ -2,6 +2,8 @@
 //!
 //! Refuses rounding that hides a difference that matters: bytes keep three digits, counts are exact. Invariant: pure functions.
 
+use drafthorse_train::config_checks::MOST_THREADS;
+
 /// Bytes in binary units, three significant digits: `1.46 GiB`.
 pub fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -86,6 +88,36 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     };
     let value: f64 = number.parse().map_err(|_| format!("`{text}` is no amount of memory; write e.g. 24GiB"))?;
     Ok((value * factor) as u64)
+}
+
+/// A count on the command line, from 1.
+///
+/// # Errors
+/// What is wrong with it, for the command line's own error.
+pub fn parse_count(text: &str) -> Result<usize, String> {
+    within(text, 1 << 24)
+}
+
+/// A number of threads on the command line.
+///
+/// # Errors
+/// As [`parse_count`].
+pub fn parse_threads(text: &str) -> Result<usize, String> {
+    within(text, MOST_THREADS)
+}
+
+fn within(text: &str, most: usize) -> Result<usize, String> {
+    let n: Option<usize> = text.parse().ok().filter(|n| (1..=most).contains(n));
+    n.ok_or_else(|| format!("a whole number from 1 to {most} is wanted"))
+}
+
+/// A rate on the command line: above 0 and finite.
+///
+/// # Errors
+/// As [`parse_count`].
+pub fn parse_rate(text: &str) -> Result<f64, String> {
+    let rate: Option<f64> = text.parse().ok().filter(|r: &f64| r.is_finite() && *r > 0.0);
+    rate.ok_or_else(|| "a number above 0 is wanted".to_owned())
 }
 
 #[cfg(test)]

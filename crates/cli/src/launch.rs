@@ -9,10 +9,11 @@ use crate::exit::{Exit, Failure, exit_of_cause};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
 use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
+use drafthorse_train::checkpoint::newest;
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::{Backend, CpuBackend};
-use drafthorse_train::pipeline::cancel::{Cancel, Cause};
-use drafthorse_train::run::{Options, Outcome, check_resume, train};
+use drafthorse_train::pipeline::cancel::{Cancel, Cause, Kind};
+use drafthorse_train::run::{Options, Outcome, Resume, RunFailure, train, variant_dir};
 use drafthorse_train::setup::Setup;
 use std::fs::{File, TryLockError};
 use std::io::Write;
@@ -83,6 +84,19 @@ pub struct Launch<'a> {
     pub run_id: String,
 }
 
+/// What a launch checks before it begins, without beginning; gives what a person should know.
+///
+/// # Errors
+/// As the launch itself: a checkpoint or a drafter to start from that cannot be used.
+pub fn check_begin(setup: &Setup, run_dir: &Path, resume: &[PathBuf]) -> Result<Vec<String>, Failure> {
+    Ok(Resume::open(setup, &options(run_dir, resume.to_owned()))?.notices)
+}
+
+fn options(run_dir: &Path, resume: Vec<PathBuf>) -> Options {
+    let command_line = std::env::args().collect();
+    Options { run_dir: run_dir.to_owned(), resume, build_id: BUILD_ID.into(), command_line, grace: GRACE, on_stuck: end_stuck }
+}
+
 /// SHA-256 of the resolved config.
 pub fn config_hash(config: &RunConfig) -> String {
     sha256_hex(config.to_toml().as_bytes())
@@ -131,17 +145,9 @@ pub fn launch<B: Backend>(
 ) -> Result<Outcome, Failure> {
     let setup = launch.setup;
     let _lock = lock_run(&launch.run_dir)?;
-    let command_line: Vec<String> = std::env::args().collect();
-    let options = Options {
-        run_dir: launch.run_dir.clone(),
-        resume: launch.resume,
-        build_id: BUILD_ID.into(),
-        command_line: command_line.clone(),
-        grace: GRACE,
-        on_stuck: end_stuck,
-    };
+    let options = options(&launch.run_dir, launch.resume);
     // Before the folder's record is replaced: a refused resume leaves it as it was.
-    check_resume(setup, &options)?;
+    let resume = Resume::open(setup, &options)?;
     let file = launch.run_dir.join(CONFIG_FILE);
     std::fs::write(&file, setup.config.to_toml()).map_err(|e| Failure::file("write", &file, &e))?;
     let telemetry = Telemetry::start(TelemetryOptions::new(&launch.run_dir, &launch.run_id))?;
@@ -151,7 +157,7 @@ pub fn launch<B: Backend>(
         build_id: BUILD_ID.into(),
         config_hash: config_hash(&setup.config),
         dataset_hash: setup.builder.dataset().fingerprint().to_owned(),
-        command_line,
+        command_line: options.command_line.clone(),
         host: std::fs::read_to_string("/proc/sys/kernel/hostname").map(|h| h.trim().to_owned()).unwrap_or_default(),
         pid: std::process::id(),
         started_t: unix_ms(),
@@ -161,16 +167,31 @@ pub fn launch<B: Backend>(
     }));
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(events));
-        let outcome = train(setup, backend, &options, &recorder, cancel);
+        let outcome = train(setup, backend, &options, resume, &recorder, cancel);
         // The writer ends first, which ends the watcher's events; the run's own result matters more than telemetry's.
         let closed = telemetry.shutdown();
         if let Err(panic) = watcher.join() {
             std::panic::resume_unwind(panic);
         }
-        let outcome = outcome?;
+        let outcome = outcome.map_err(|e| stopped(&launch.run_dir, setup, e))?;
         closed?;
         Ok(outcome)
     })
+}
+
+/// A run that ended on request without finishing its step is no failure of anybody's: says what is left of it.
+fn stopped(run_dir: &Path, setup: &Setup, failure: RunFailure) -> Failure {
+    match failure {
+        RunFailure::Run(e) if e.kind() == Kind::Stopped => {
+            let newest = newest(&variant_dir(run_dir, setup.variants[0].name.as_deref()));
+            let todo = match newest {
+                Some(path) => format!("steps after {} are lost; `--resume auto` goes on from there", path.display()),
+                None => "there is no checkpoint yet, so the next start begins anew".to_owned(),
+            };
+            Failure::new(Exit::Stopped, format!("aborted: {}", e.cause.error), todo)
+        }
+        other => other.into(),
+    }
 }
 
 #[cfg(test)]

@@ -53,8 +53,23 @@ pub fn choose(config: &RunConfig, resume: Option<&str>, stamp: &str) -> Result<C
             }
             Ok(Chosen { dir: named, resume: Vec::new(), step: None })
         }
-        Some(path) => at(config, Path::new(path)),
+        Some(path) => {
+            let chosen = at(config, Path::new(path))?;
+            match &config.name {
+                Some(name) if !is_same(&chosen.dir, &named) => Err(Failure::new(
+                    Exit::Usage,
+                    format!("--resume goes on in {}, but name = \"{name}\" asks for {}", chosen.dir.display(), named.display()),
+                    "leave one of the two out; a new run from that drafter starts with drafter.init_from = its export",
+                )),
+                _ => Ok(chosen),
+            }
+        }
     }
+}
+
+/// Whether two paths name one folder, however they are written.
+fn is_same(a: &Path, b: &Path) -> bool {
+    a == b || a.canonicalize().is_ok_and(|a| b.canonicalize().is_ok_and(|b| a == b))
 }
 
 fn at(config: &RunConfig, path: &Path) -> Result<Chosen, Failure> {
@@ -179,7 +194,13 @@ mod tests {
         let text = |p: &Path| p.display().to_string();
         assert_eq!(choose(&c, Some(&text(&run)), "now").unwrap().step, Some(12));
         let chosen = choose(&c, Some(&text(&old)), "now").unwrap();
-        assert_eq!((chosen.step, chosen.dir), (Some(3), run));
+        assert_eq!((chosen.step, &chosen.dir), (Some(3), &run));
+        // A name beside a path is fine as long as both mean one folder.
+        let named = |name: &str| config(dir.path(), &format!("name = \"{name}\"\n"));
+        assert_eq!(choose(&named("night"), Some(&text(&run)), "now").unwrap().step, Some(12));
+        let refused = choose(&named("day"), Some(&text(&old)), "now").unwrap_err();
+        let lines = refused.lines().unwrap();
+        assert!(refused.exit() == Exit::Usage && lines.contains("night") && lines.contains("day"), "{lines}");
         let lines = choose(&c, Some(&text(dir.path())), "now").unwrap_err().lines().unwrap();
         assert!(lines.contains("there is no checkpoint"), "{lines}");
     }

@@ -96,6 +96,21 @@ impl Screen {
         }
     }
 
+    /// Something that a person must not miss, on standard error; nothing under `--quiet`.
+    pub fn warn(&self, text: impl Display) {
+        let yellow = anstyle::AnsiColor::Yellow.on_default().bold();
+        let title = if self.error_color { format!("{yellow}warning:{yellow:#}") } else { "warning:".to_owned() };
+        self.note(format!("{title} {text}"));
+    }
+
+    /// A line for people that is no result: what runs, and what to do next; nothing under `--quiet` or `--json`.
+    ///
+    /// # Errors
+    /// As [`Screen::say`].
+    pub fn tell(&self, text: impl Display) -> Result<(), Failure> {
+        if self.quiet { Ok(()) } else { self.say(text) }
+    }
+
     /// `text` in `style` where standard output takes colour.
     pub fn paint(&self, style: Style, text: &str) -> String {
         if self.color { format!("{style}{text}{style:#}") } else { text.to_owned() }

@@ -1,10 +1,10 @@
 //! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP as requests to end well.
 //!
-//! Job: the first request asks the run to finish its step and save; the second one aborts. Refuses to leave a process that does not come back: some
+//! Job: the first request asks the work to end where it can (a run finishes its step and saves); the second one aborts. Refuses to leave a process that does not come back: some
 //! seconds after an abort it exits. Invariants: a SIGHUP that the caller had ignored (nohup) stays ignored; after [`Signals::end`] signals are
 //! no longer listened to.
 
-use crate::exit::Exit;
+use crate::exit::{Exit, Failure};
 use crate::screen::Screen;
 use drafthorse_train::pipeline::cancel::{Cancel, Cause, Kind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
@@ -23,7 +23,29 @@ pub struct Signals {
 
 impl Signals {
     /// Starts to listen on behalf of `cancel`. `what` says what a first request leads to.
-    pub fn listen(cancel: &Cancel, screen: Screen, what: &'static str) -> std::io::Result<Signals> {
+    ///
+    /// # Errors
+    /// Exit 5 when no thread can be started.
+    pub fn listen(cancel: &Cancel, screen: Screen, what: &'static str) -> Result<Signals, Failure> {
+        Signals::listen_and(cancel, screen, what, || {})
+    }
+
+    /// As [`Signals::listen`]; `first` runs on the first request.
+    ///
+    /// # Errors
+    /// As [`Signals::listen`].
+    pub fn listen_and(
+        cancel: &Cancel,
+        screen: Screen,
+        what: &'static str,
+        first: impl Fn() + Send + 'static,
+    ) -> Result<Signals, Failure> {
+        Signals::start(cancel, screen, what, first).map_err(|e| {
+            Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
+        })
+    }
+
+    fn start(cancel: &Cancel, screen: Screen, what: &'static str, first: impl Fn() + Send + 'static) -> std::io::Result<Signals> {
         let mut wanted = vec![SIGINT, SIGTERM, SIGUSR1];
         if !hangup_is_ignored() {
             wanted.push(SIGHUP);
@@ -35,14 +57,16 @@ impl Signals {
             for signal in signals.forever() {
                 let name = name(signal);
                 if cancel.request_stop(name) {
+                    first();
                     screen.note(format!("{name}: {what}; once more to abort"));
                 } else if cancel.is_cancelled() {
                     std::process::exit(i32::from(Exit::Stopped.code()));
                 } else {
-                    screen.note(format!("{name} again: aborting"));
-                    cancel.cancel(Cause::new(Kind::Stopped, "signals", format!("{name}, asked twice")));
-                    std::thread::spawn(|| {
+                    screen.note(format!("{name} again: aborting without waiting; what was under way is lost"));
+                    cancel.cancel(Cause::new(Kind::Stopped, "signals", format!("{name} was the second request to stop")));
+                    std::thread::spawn(move || {
                         std::thread::sleep(ABORT_GRACE);
+                        screen.note(format!("something did not come back within {} s; ending without it", ABORT_GRACE.as_secs()));
                         std::process::exit(i32::from(Exit::Stopped.code()));
                     });
                 }

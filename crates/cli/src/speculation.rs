@@ -37,8 +37,12 @@ impl Pair {
         let folder = target_of(target, path)?;
         let target = TargetFiles::open(&folder)?;
         let tokenizer = ChatTokenizer::load(&folder, &folder.display().to_string(), &Map::new(), today())?;
-        let drafter = DrafterSource::open(path, &target.config)?;
+        let drafter = DrafterSource::open(path, &target)?;
         target.notices.iter().chain(&drafter.notices).for_each(|n| screen.note(format!("note: {n}")));
+        if tokenizer.stop_ids().is_empty() {
+            screen.note("note: the target declares no end-of-text token (eos_token_id), so completions end only at their limit");
+        }
+        drafter.other_target.iter().for_each(|n| screen.warn(n));
         Ok(Pair { target, tokenizer, drafter })
     }
 }

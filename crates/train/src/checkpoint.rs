@@ -1,9 +1,11 @@
 //! Checkpoints: everything that a run needs to go on bit for bit.
 //!
 //! Job: write a snapshot aside, sync it, rename it into place, prune old ones; find and read the newest complete one.
-//! Refuses to write weights that are not finite, and to resume a run whose data, drafter or step size differ. Invariants: a folder named `step-N` is
-//! complete; a crash at any moment leaves the previous checkpoints readable; nothing is pruned before its successor is in place.
+//! Refuses to write weights that are not finite, to read a file that is not what was written, and to resume a run whose data, drafter or step size differ.
+//! Invariants: a folder named `step-N` is complete; a crash at any moment leaves the previous checkpoints readable; nothing is pruned before its successor
+//! is in place; no byte is used before its file's SHA-256 was compared.
 
+use crate::checksums::{SUMS_FILE, Sums};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -13,6 +15,12 @@ use std::path::{Path, PathBuf};
 
 /// Prefix of a folder that is being written.
 const WRITING: &str = ".writing-";
+/// The tensors.
+const STATE_FILE: &str = "state.safetensors";
+/// What is not a tensor.
+const META_FILE: &str = "meta.json";
+/// The resolved config.
+const CONFIG_FILE: &str = "config.toml";
 /// Prefix of a complete folder that a later save of the same step replaces.
 const REPLACED: &str = ".replaced-";
 
@@ -41,6 +49,16 @@ pub enum CheckpointError {
         path: PathBuf,
         /// What is wrong.
         what: String,
+    },
+    /// A file of the checkpoint is not what was written.
+    #[error("{path} is damaged: {what}\n  {todo}")]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// How that is known.
+        what: String,
+        /// What to do.
+        todo: String,
     },
     /// The checkpoint belongs to another run.
     #[error("cannot resume from {path}: {what}\n  {todo}")]
@@ -92,7 +110,7 @@ pub struct Meta {
     pub drafter: serde_json::Value,
     /// Config keys that decide which batch comes next, with their values.
     pub batches: BTreeMap<String, serde_json::Value>,
-    /// Identity of the target: its config and the sizes of its weight files.
+    /// Identity of the target: its config and the sizes of its weight files, then `+` and the id of its weights. Older builds wrote the first part alone.
     pub target: String,
     /// Build that wrote it.
     pub build_id: String,
@@ -113,6 +131,19 @@ pub struct Snapshot {
     pub tensors: Vec<(String, Vec<usize>, Vec<f32>)>,
     /// The resolved config, TOML.
     pub config: String,
+}
+
+impl Snapshot {
+    /// Refuses a snapshot with an element that is not finite.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NotFinite`], naming the tensor.
+    pub fn check_finite(&self) -> Result<(), CheckpointError> {
+        match self.tensors.iter().find(|(_, _, x)| x.iter().any(|v| !v.is_finite())) {
+            Some((tensor, ..)) => Err(CheckpointError::NotFinite { tensor: tensor.clone(), step: self.meta.step }),
+            None => Ok(()),
+        }
+    }
 }
 
 fn io_error(what: &'static str, path: &Path, source: io::Error) -> CheckpointError {
@@ -136,9 +167,7 @@ pub fn folder_name(step: u64) -> String {
 /// # Errors
 /// [`CheckpointError::NotFinite`] or [`CheckpointError::Io`]; the folder then does not exist and older ones are intact.
 pub fn save(root: &Path, snapshot: &Snapshot) -> Result<(PathBuf, u64), CheckpointError> {
-    if let Some((tensor, ..)) = snapshot.tensors.iter().find(|(_, _, x)| x.iter().any(|v| !v.is_finite())) {
-        return Err(CheckpointError::NotFinite { tensor: tensor.clone(), step: snapshot.meta.step });
-    }
+    snapshot.check_finite()?;
     fs::create_dir_all(root).map_err(|e| io_error("make", root, e))?;
     let done = root.join(folder_name(snapshot.meta.step));
     let aside = root.join(format!("{WRITING}{}", folder_name(snapshot.meta.step)));
@@ -175,18 +204,21 @@ fn write_aside(aside: &Path, snapshot: &Snapshot) -> Result<u64, CheckpointError
             (name.clone(), view)
         })
         .collect();
-    let state = aside.join("state.safetensors");
+    let state = aside.join(STATE_FILE);
     safetensors::serialize_to_file(views, None, &state).map_err(|e| match e {
         safetensors::SafeTensorError::IoError(e) => io_error("write", &state, e),
         other => io_error("write", &state, io::Error::other(other.to_string())),
     })?;
-    let meta = aside.join("meta.json");
+    let meta = aside.join(META_FILE);
     let text = serde_json::to_string_pretty(&snapshot.meta).expect("meta is writable");
     fs::write(&meta, text).map_err(|e| io_error("write", &meta, e))?;
-    let config = aside.join("config.toml");
+    let config = aside.join(CONFIG_FILE);
     fs::write(&config, &snapshot.config).map_err(|e| io_error("write", &config, e))?;
+    // Hashed as they lie there, so that a write that went wrong under way is not certified.
+    let sums = aside.join(SUMS_FILE);
+    Sums::write(aside, &[STATE_FILE, META_FILE, CONFIG_FILE]).map_err(|e| io_error("write", &sums, e))?;
     let mut bytes = 0;
-    for file in [&state, &meta, &config] {
+    for file in [&state, &meta, &config, &sums] {
         sync(file)?;
         bytes += fs::metadata(file).map_err(|e| io_error("look at", file, e))?.len();
     }
@@ -261,24 +293,43 @@ pub struct Loaded {
     pub path: PathBuf,
     /// Scalars.
     pub meta: Meta,
+    /// Whether its files were compared with their checksums. Checkpoints of builds before [`SUMS_FILE`] have none.
+    pub proven: bool,
     bytes: Vec<u8>,
 }
 
 impl Loaded {
-    /// Reads the checkpoint folder `path`.
+    /// Reads the checkpoint folder `path`, and holds each file to its checksum before anything of it is used.
     ///
     /// # Errors
-    /// [`CheckpointError::Damaged`] or [`CheckpointError::Io`].
+    /// [`CheckpointError::Corrupt`], [`CheckpointError::Damaged`] or [`CheckpointError::Io`].
     pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
+        let corrupt = |file: PathBuf, what: String| CheckpointError::Corrupt { path: file, what, todo: instead_of(path) };
+        let sums = Sums::read(path).map_err(|e| match e.kind() {
+            io::ErrorKind::InvalidData => corrupt(path.join(SUMS_FILE), e.to_string()),
+            _ => io_error("read", &path.join(SUMS_FILE), e),
+        })?;
         let read = |name: &str| {
             let file = path.join(name);
-            fs::read(&file).map_err(|e| io_error("read", &file, e))
+            let bytes = fs::read(&file).map_err(|e| io_error("read", &file, e))?;
+            match sums.as_ref().and_then(|sums| sums.fault(name, &bytes)) {
+                Some(what) => Err(corrupt(file, what)),
+                None => Ok(bytes),
+            }
         };
+        let meta = Meta::parse(path, &read(META_FILE)?)?;
+        read(CONFIG_FILE)?;
+        let bytes = read(STATE_FILE)?;
         let damaged = |what: String| CheckpointError::Damaged { path: path.into(), what };
-        let meta = Meta::read(path)?;
-        let bytes = read("state.safetensors")?;
-        SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("state.safetensors: {e}")))?;
-        Ok(Loaded { path: path.into(), meta, bytes })
+        SafeTensors::deserialize(&bytes).map_err(|e| damaged(format!("{STATE_FILE}: {e}")))?;
+        Ok(Loaded { path: path.into(), meta, proven: sums.is_some(), bytes })
+    }
+
+    /// The line to show when the checkpoint is not proven.
+    pub fn notice(&self) -> Option<String> {
+        let folder = self.path.display();
+        (!self.proven)
+            .then(|| format!("{folder} has no {SUMS_FILE} (an older build wrote it): a damaged file would not be noticed"))
     }
 
     /// One tensor.
@@ -296,16 +347,21 @@ impl Loaded {
     }
 }
 
+/// What to do about the damaged checkpoint at `path`, which works for the variants of a sweep too.
+fn instead_of(path: &Path) -> String {
+    let here = path.file_name().unwrap_or_default();
+    let older =
+        list(path.parent().unwrap_or(Path::new("."))).into_iter().rfind(|(_, p)| p.file_name().unwrap_or_default() < here);
+    match older {
+        Some((_, older)) => format!("move that folder away; `--resume auto` then goes on from {}", older.display()),
+        None => "no older checkpoint stands next to it: restore the file from a copy, or start a new run".to_owned(),
+    }
+}
+
 impl Meta {
-    /// Reads the scalars of the checkpoint folder `path`, and no tensor.
-    ///
-    /// # Errors
-    /// [`CheckpointError::Damaged`] or [`CheckpointError::Io`].
-    pub fn read(path: &Path) -> Result<Meta, CheckpointError> {
-        let file = path.join("meta.json");
-        let bytes = fs::read(&file).map_err(|e| io_error("read", &file, e))?;
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Meta, CheckpointError> {
         let damaged = |what: String| CheckpointError::Damaged { path: path.into(), what };
-        let meta: Meta = serde_json::from_slice(&bytes).map_err(|e| damaged(format!("meta.json: {e}")))?;
+        let meta: Meta = serde_json::from_slice(bytes).map_err(|e| damaged(format!("{META_FILE}: {e}")))?;
         if meta.version != VERSION {
             return Err(damaged(format!("its layout is version {}, this build reads {VERSION}", meta.version)));
         }
@@ -324,9 +380,10 @@ impl Meta {
                 "name the dataset of the run, or start a new run with drafter.init_from = an export of this one",
             );
         }
-        if self.target != wanted.target {
+        let all_that_is_recorded = if self.target.contains('+') { wanted.target.as_str() } else { before_plus(&wanted.target) };
+        if self.target != all_that_is_recorded {
             return mismatch(
-                "it was trained against another target (config.json or the sizes of its weight files differ)".into(),
+                "it was trained against another target (config.json, the sizes of its weight files or the weights differ)".into(),
                 "name the target of the run, or start a new run with drafter.init_from = an export of this one",
             );
         }
@@ -361,9 +418,13 @@ impl Meta {
     }
 }
 
+fn before_plus(text: &str) -> &str {
+    text.split_once('+').map_or(text, |(before, _)| before)
+}
+
 /// The newest complete checkpoint for `--resume PATH`: PATH is a checkpoint, a folder of them, or a run folder.
 pub fn newest(path: &Path) -> Option<PathBuf> {
-    if path.join("meta.json").is_file() {
+    if path.join(META_FILE).is_file() {
         return Some(path.into());
     }
     [path.to_path_buf(), path.join("checkpoints")].iter().find_map(|p| list(p).pop()).map(|(_, p)| p)
@@ -387,7 +448,7 @@ mod tests {
             seed: 3,
             drafter: serde_json::json!({"layers": 1}),
             batches: BTreeMap::from([("batch.token_budget".to_owned(), 512.into())]),
-            target: "t".into(),
+            target: "t+w".into(),
             build_id: "b".into(),
             command_line: vec![],
             held_out_loss: None,
@@ -444,7 +505,7 @@ mod tests {
         let mut odd = snapshot(1, 1.0);
         odd.meta.held_out_loss = Some(f64::NAN);
         let (path, _) = save(dir.path(), &odd).unwrap();
-        assert_eq!(Meta::read(&path).unwrap().held_out_loss, None);
+        assert_eq!(Loaded::open(&path).unwrap().meta.held_out_loss, None);
     }
 
     #[test]
@@ -472,6 +533,7 @@ mod tests {
             |m: &mut Meta| m.total_steps = 11,
             |m: &mut Meta| m.drafter = serde_json::json!({}),
             |m: &mut Meta| m.target = "other".into(),
+            |m: &mut Meta| m.target = "t+other".into(),
             |m: &mut Meta| drop(m.batches.insert("batch.token_budget".to_owned(), 1024.into())),
             |m: &mut Meta| drop(m.batches.insert("drafter.gamma".to_owned(), 5.into())),
         ] {
@@ -482,7 +544,49 @@ mod tests {
         let mut other_d = loaded.meta.clone();
         other_d.drafters = 2;
         loaded.meta.check(&path, &other_d).unwrap();
-        fs::write(path.join("state.safetensors"), b"torn").unwrap();
+        let older = Meta { target: "t".into(), ..loaded.meta.clone() };
+        older.check(&path, &loaded.meta).unwrap();
+    }
+
+    #[test]
+    fn a_flipped_bit_of_any_file_is_refused_by_name_and_the_checkpoint_before_it_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let (older, _) = save(dir.path(), &snapshot(2, 1.0)).unwrap();
+        let (path, _) = save(dir.path(), &snapshot(4, 1.0)).unwrap();
+        for name in [STATE_FILE, META_FILE, CONFIG_FILE, SUMS_FILE] {
+            let file = path.join(name);
+            let good = fs::read(&file).unwrap();
+            for at in [0, good.len() / 2, good.len() - 1] {
+                let mut bad = good.clone();
+                bad[at] ^= 1;
+                fs::write(&file, &bad).unwrap();
+                let Err(error) = Loaded::open(&path) else { panic!("{name} byte {at} was accepted") };
+                let text = error.to_string();
+                assert!(
+                    matches!(error, CheckpointError::Corrupt { .. }) && text.lines().count() == 2,
+                    "{name} byte {at}: {text}"
+                );
+                // A flipped bit of the list accuses the file that it lists there.
+                assert!(name == SUMS_FILE || text.contains(&file.display().to_string()), "{text}");
+                assert!(text.contains(&older.display().to_string()), "{text}");
+            }
+            fs::write(&file, &good).unwrap();
+        }
+        let loaded = Loaded::open(&path).unwrap();
+        assert!(loaded.proven && loaded.notice().is_none());
+        fs::write(older.join(STATE_FILE), b"torn").unwrap();
+        let text = Loaded::open(&older).err().unwrap().to_string();
+        assert!(text.contains("no older checkpoint"), "{text}");
+    }
+
+    #[test]
+    fn a_checkpoint_of_an_older_build_is_read_with_a_line_and_its_damage_still_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, _) = save(dir.path(), &snapshot(4, 1.0)).unwrap();
+        fs::remove_file(path.join(SUMS_FILE)).unwrap();
+        let loaded = Loaded::open(&path).unwrap();
+        assert!(!loaded.proven && loaded.notice().unwrap().contains(SUMS_FILE));
+        fs::write(path.join(STATE_FILE), b"torn").unwrap();
         assert!(matches!(Loaded::open(&path), Err(CheckpointError::Damaged { .. })));
     }
 }

@@ -3,6 +3,8 @@
 //! Job: read, override, check and write back [`RunConfig`]. Refuses unknown keys (naming the nearest one) and values that cannot work.
 //! Invariants: a resolved config written out and read again is equal; a default is stated once, here.
 
+use crate::config_checks::{checked, value};
+use crate::config_text::{apply, key_error, syntax_error};
 use drafthorse_data::buckets::Batching;
 use drafthorse_data::schedule::HeldOut;
 use serde::{Deserialize, Serialize};
@@ -368,24 +370,12 @@ impl RunConfig {
     /// # Errors
     /// As [`RunConfig::load`].
     pub fn parse(text: &str, origin: &str, overrides: &[String]) -> Result<RunConfig, ConfigError> {
-        let mut table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse_error(origin, &e))?;
-        if overrides.is_empty() {
-            let config: RunConfig = toml::from_str(text).map_err(|e| parse_error(origin, &e))?;
-            return config.checked();
-        }
+        let mut table: toml::Table = text.parse().map_err(|e: toml::de::Error| syntax_error(origin, text, &e))?;
         for item in overrides {
             apply(&mut table, item)?;
         }
-        let config: RunConfig = toml::from_str(&toml::to_string(&table).expect("a parsed table is writable")).map_err(|e| {
-            let mut error = parse_error(origin, &e);
-            if let ConfigError::Parse { origin, what, .. } = &mut error {
-                // Lines of the merged table are not lines of the file.
-                *origin = format!("{origin} with overrides {}", overrides.join(" "));
-                *what = e.message().to_owned();
-            }
-            error
-        })?;
-        config.checked()
+        let config = table.clone().try_into::<RunConfig>().map_err(|e| key_error(origin, text, overrides, &e))?;
+        checked(config)
     }
 
     /// The resolved config as TOML; reading it back gives an equal config.
@@ -423,133 +413,6 @@ impl RunConfig {
             })
             .collect()
     }
-
-    fn checked(mut self) -> Result<RunConfig, ConfigError> {
-        if let Some(index) = self.pipeline.device.strip_prefix("cuda:") {
-            let gpu: u32 =
-                index.parse().map_err(|_| value("pipeline.device", format!("`cuda:{index}` names no GPU"), "write cuda:0"))?;
-            (self.pipeline.targets, self.pipeline.drafters) = (vec![gpu], vec![gpu]);
-            self.pipeline.device = "cuda".into();
-        }
-        if !["cpu", "cuda"].contains(&self.pipeline.device.as_str()) {
-            return Err(value("pipeline.device", format!("`{}` is no device", self.pipeline.device), "use cpu, cuda or cuda:N"));
-        }
-        let (b, o, p) = (&self.batch, &self.optimizer, &self.pipeline);
-        let at_least_one = [
-            ("drafter.layers", self.drafter.layers as u64),
-            ("batch.token_budget", u64::from(b.token_budget)),
-            ("batch.max_rows", b.max_rows as u64),
-            ("batch.anchors", u64::from(b.anchors)),
-            ("batch.micro_blocks", b.micro_blocks as u64),
-            ("batch.loss_chunk", b.loss_chunk as u64),
-            ("optimizer.global_batch", o.global_batch),
-            ("optimizer.epochs", u64::from(o.epochs)),
-            ("pipeline.queue_depth", p.queue_depth as u64),
-            ("pipeline.stall_s", p.stall_s),
-            ("checkpoint.keep_last", self.checkpoint.keep_last as u64),
-        ];
-        if let Some((key, _)) = at_least_one.into_iter().find(|(_, v)| *v == 0) {
-            return Err(value(key, "0 cannot work".into(), "set it to at least 1"));
-        }
-        let d = &self.drafter;
-        if let Some(layer) = d.sliding_layers.iter().flatten().find(|l| **l >= d.layers) {
-            return Err(value(
-                "drafter.sliding_layers",
-                format!("there is no layer {layer} of {}", d.layers),
-                "layers count from 0",
-            ));
-        }
-        if d.features.is_some() && d.target_layer_ids.is_some() {
-            return Err(value("drafter.features", "target_layer_ids says it already".into(), "keep one of the two"));
-        }
-        if o.steps == Some(0) {
-            return Err(value(
-                "optimizer.steps",
-                "0 steps train nothing".into(),
-                "set at least 1, or leave it out and set epochs",
-            ));
-        }
-        let positive = |x: f32| x.is_finite() && x > 0.0;
-        let betas = o.betas.iter().all(|b| (0.0..1.0).contains(b));
-        let decay = o.weight_decay.is_finite() && o.weight_decay >= 0.0;
-        if !(betas && decay && positive(o.eps) && positive(o.clip)) {
-            let what = format!("betas {:?}, eps {}, clip {}, weight_decay {}", o.betas, o.eps, o.clip, o.weight_decay);
-            return Err(value("optimizer", what, "betas lie in [0, 1), eps and clip are above 0, weight_decay is not negative"));
-        }
-        if p.targets.is_empty() || p.drafters.is_empty() {
-            return Err(value(
-                "pipeline.targets",
-                "a run needs a target and a drafter".into(),
-                "e.g. targets = [0], drafters = [0]",
-            ));
-        }
-        if !(o.lr.is_finite() && o.lr > 0.0) {
-            return Err(value("optimizer.lr", format!("{} is no learning rate", o.lr), "6e-4 is usual"));
-        }
-        if !(self.drafter.init_std.is_finite() && self.drafter.init_std > 0.0) {
-            return Err(value("drafter.init_std", format!("{} is no deviation", self.drafter.init_std), "0.02 is usual"));
-        }
-        if !(0.0..=1.0).contains(&o.warmup) {
-            return Err(value("optimizer.warmup", format!("{} is no share of the run", o.warmup), "0.04 is usual"));
-        }
-        let names: std::collections::BTreeSet<&str> = self.sweep.iter().map(|v| v.name.as_str()).collect();
-        let plain = |n: &str| {
-            n.starts_with(|c: char| c.is_ascii_alphanumeric())
-                && n.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-        };
-        if names.len() != self.sweep.len() || !names.iter().all(|n| plain(n)) {
-            let todo = "each variant has its own folder: give every one a name of its own, of letters, digits, `-`, `_` and `.`";
-            return Err(value("sweep.name", format!("{:?}", self.sweep.iter().map(|v| &v.name).collect::<Vec<_>>()), todo));
-        }
-        if self.name.as_deref().is_some_and(|n| !plain(n)) {
-            let what = format!("{:?} is no folder name", self.name.as_deref().unwrap_or_default());
-            return Err(value("name", what, "the run's folder lies in `out`: use letters, digits, `-`, `_` and `.`"));
-        }
-        if !self.sweep.is_empty() && self.sweep.len() != p.drafters.len() {
-            let what = format!("{} variants for {} drafter loops", self.sweep.len(), p.drafters.len());
-            return Err(value("pipeline.drafters", what, "a sweep trains one variant per drafter loop"));
-        }
-        Ok(self)
-    }
-}
-
-fn value(key: &'static str, what: String, todo: &str) -> ConfigError {
-    ConfigError::Value { key, what, todo: todo.into() }
-}
-
-/// Sets one dotted key from `key=value`; the value is TOML, or a bare string.
-fn apply(table: &mut toml::Table, item: &str) -> Result<(), ConfigError> {
-    let bad = |what: &str| ConfigError::Parse {
-        origin: format!("override `{item}`"),
-        what: what.into(),
-        todo: "write section.key=value, e.g. drafter.layers=5".into(),
-    };
-    let (key, text) = item.split_once('=').ok_or_else(|| bad("there is no `=`"))?;
-    let parsed = format!("v = {text}").parse::<toml::Table>().ok().and_then(|mut t| t.remove("v"));
-    let new = parsed.unwrap_or_else(|| toml::Value::String(text.to_owned()));
-    let mut at = table;
-    let parts: Vec<&str> = key.trim().split('.').collect();
-    let (last, sections) = parts.split_last().expect("split gives at least one part");
-    for section in sections {
-        let entry = at.entry((*section).to_owned()).or_insert_with(|| toml::Value::Table(toml::Table::new()));
-        at = entry.as_table_mut().ok_or_else(|| bad(&format!("`{section}` is a value, not a section")))?;
-    }
-    at.insert((*last).to_owned(), new);
-    Ok(())
-}
-
-/// Turns serde's "unknown field `x`, expected one of …" into the nearest known key.
-fn parse_error(origin: &str, error: &toml::de::Error) -> ConfigError {
-    let message = error.message();
-    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
-    let todo = match quoted.split_first() {
-        Some((unknown, known)) if message.starts_with("unknown field") => known
-            .iter()
-            .max_by(|a, b| strsim::jaro_winkler(unknown, a).total_cmp(&strsim::jaro_winkler(unknown, b)))
-            .map_or_else(|| "remove it".to_owned(), |near| format!("did you mean `{near}`? known here: {}", known.join(", "))),
-        _ => "correct it; `drafthorse init` prints a commented config".to_owned(),
-    };
-    ConfigError::Parse { origin: origin.into(), what: error.to_string().trim_end().to_owned(), todo }
 }
 
 #[cfg(test)]

@@ -174,7 +174,18 @@ impl<E: Executor> Decoder<E> {
     /// # Panics
     /// When the prompt is empty or longer than [`Decoder::max_tokens`].
     pub fn speculate(&mut self, request: &Request<'_>) -> Result<Completion, ExecError> {
-        self.complete(request, true)
+        self.complete(request, true, &|| false)
+    }
+
+    /// As [`Decoder::speculate`], but asks `stop` before each pass and ends there with what it has.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Panics
+    /// As [`Decoder::speculate`].
+    pub fn speculate_until(&mut self, request: &Request<'_>, stop: &dyn Fn() -> bool) -> Result<Completion, ExecError> {
+        self.complete(request, true, stop)
     }
 
     /// Completes a request without drafts, through the same verify pass.
@@ -185,10 +196,10 @@ impl<E: Executor> Decoder<E> {
     /// # Panics
     /// As [`Decoder::speculate`].
     pub fn plain(&mut self, request: &Request<'_>) -> Result<Completion, ExecError> {
-        self.complete(request, false)
+        self.complete(request, false, &|| false)
     }
 
-    fn complete(&mut self, request: &Request<'_>, drafts: bool) -> Result<Completion, ExecError> {
+    fn complete(&mut self, request: &Request<'_>, drafts: bool, stop: &dyn Fn() -> bool) -> Result<Completion, ExecError> {
         let block = self.program.block;
         let (last, head) = request.prompt.split_last().expect("a prompt has at least one token");
         let room =
@@ -200,7 +211,13 @@ impl<E: Executor> Decoder<E> {
         }
         self.exec.write(self.program.target.temperature, HostRef::F32(&[request.temperature]))?;
         for (i, chunk) in head.chunks(PREFILL_ROWS).enumerate() {
+            if stop() {
+                return Ok(completion);
+            }
             self.prefill(chunk, i * PREFILL_ROWS)?;
+        }
+        if stop() {
+            return Ok(completion);
         }
         let mut len = head.len();
         let verdicts = self.verify(request, &[*last], len)?;
@@ -209,7 +226,7 @@ impl<E: Executor> Decoder<E> {
         let first = Emitted { token: verdicts.drawn[0] as u32, origin: Origin::Prefill, top2: top2(&verdicts, 0) };
         completion.emitted.push(first);
         completion.stopped = request.stop.contains(&first.token);
-        while !completion.stopped && completion.emitted.len() < limit {
+        while !completion.stopped && completion.emitted.len() < limit && !stop() {
             let anchor = completion.emitted.last().expect("the prefill emitted one").token;
             let mut rows = vec![anchor];
             if drafts {

@@ -85,6 +85,20 @@ impl TargetFiles {
         drafthorse_data::sha256_hex(text.as_bytes())
     }
 
+    /// What tells one target's weights from another's of equal shape, at the price of a few reads: SHA-256 over name, dtype, shape and the first 4 KiB of
+    /// every tensor. How the files are cut into shards and what else config.json says do not matter.
+    pub fn weights_id(&self) -> String {
+        const HEAD_BYTES: usize = 4096;
+        let mut digest = String::new();
+        for part in self.sources.iter().flat_map(|fused| &fused.parts) {
+            let view = self.checkpoint.tensor(&part.name).expect("every tensor was checked when the target was opened");
+            let head = &view.bytes[..view.bytes.len().min(HEAD_BYTES)];
+            let sum = drafthorse_data::sha256_hex(head);
+            digest.push_str(&format!("{} {:?} {:?} {sum}\n", part.name, view.dtype, view.shape));
+        }
+        drafthorse_data::sha256_hex(digest.as_bytes())
+    }
+
     /// All parameters; a tied head is the embedding and counts once.
     pub fn parameters(&self) -> u64 {
         let tied = self.config.tie_embeddings;

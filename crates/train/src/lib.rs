@@ -8,7 +8,13 @@ pub mod capture;
 #[cfg(not(shuttle))]
 pub mod checkpoint;
 #[cfg(not(shuttle))]
+pub mod checksums;
+#[cfg(not(shuttle))]
 pub mod config;
+#[cfg(not(shuttle))]
+pub mod config_checks;
+#[cfg(not(shuttle))]
+mod config_text;
 #[cfg(all(feature = "cuda", not(shuttle)))]
 pub mod cuda;
 #[cfg(not(shuttle))]

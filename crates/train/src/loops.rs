@@ -1,6 +1,7 @@
 //! The loops that workers run: prefetcher, target, drafter.
 //!
 //! Job: what each worker does between its start and its end, in the order that DESIGN 2 fixes. Refuses to start threads (that is [`crate::run`]).
+//! A variant of a sweep that diverges is ended alone: its worker goes on giving batches back and voting, so that the others are not held up.
 //! Invariants: every rank takes the same decisions at the same step (stop, skip, measure, save), because they decide on gathered votes; a slot is
 //! released once its last reader is enqueued, and a backend orders the next write behind that read (on the CPU it has happened); held-out batches follow the step they measure.
 
@@ -20,14 +21,13 @@ use crate::rounds::{Round, Rounds};
 use crate::run::{Options, first_meta, variant_dir};
 use crate::setup::{Setup, Variant, adam_config};
 use crate::stages::Stages;
-use crate::state::{export_weights, load_folder, restore, snapshot};
+use crate::state::{export_weights, load_folder, provenance, restore, snapshot};
 use drafthorse_data::batch::Batch;
 use drafthorse_graph::Executor;
 use drafthorse_models::draft_json::Format;
 use drafthorse_models::export::Verifier;
 use drafthorse_telemetry::Recorder;
 use drafthorse_telemetry::{Event, Export, HeldOut, Step};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -57,6 +57,8 @@ pub struct Loop {
 #[derive(Clone, Debug)]
 pub struct Vote {
     stop: Option<String>,
+    /// This variant has diverged and only passes batches on.
+    lost: bool,
     tally: Tally,
     tokens: u64,
     rows: u64,
@@ -74,6 +76,8 @@ pub struct End {
     pub export: Option<PathBuf>,
     /// Last held-out tally.
     pub held_out: Option<Tally>,
+    /// How this variant of a sweep diverged, if it did.
+    pub diverged: Option<String>,
 }
 
 /// What all loops see.
@@ -258,6 +262,7 @@ pub fn drafter_loop<B: Backend>(
         snapshots,
         meta,
         held_out: None,
+        lost: None,
         stages: Stages::default(),
         last_step: Instant::now(),
     };
@@ -280,6 +285,7 @@ struct Worker<'a, B: Backend> {
     snapshots: Snapshots,
     meta: Meta,
     held_out: Option<Tally>,
+    lost: Option<String>,
     stages: Stages,
     last_step: Instant,
 }
@@ -295,16 +301,12 @@ impl<B: Backend> Worker<'_, B> {
         let mut stopped = None;
         for step in shared.start_step..shared.setup.total_steps {
             let round = rounds.locate(step);
-            let vote = self.train(round)?;
-            self.reduce()?;
-            self.station.busy("optimizer");
-            let report = self.drafter.optimize(self.variant.config.optimizer.rate(step, shared.setup.total_steps))?;
-            let vote = Vote { tally: self.drafter.tally()?, stop: shared.cancel.stop_requested(), ..vote };
-            let all = self.votes.gather(vote)?;
-            self.book(step, &report);
-            self.record(step, round, &report, &all);
-            self.give_up_if_diverged(step)?;
+            let all = if self.lost.is_some() { self.pass_over(round)? } else { self.step(step, round)? };
             self.station.advance(1);
+            if all.iter().all(|v| v.lost) {
+                shared.conveyor.halt();
+                break;
+            }
             stopped = all.iter().find_map(|v| v.stop.clone());
             let done = step + 1;
             if stopped.is_some() && done < shared.setup.total_steps {
@@ -325,15 +327,55 @@ impl<B: Backend> Worker<'_, B> {
         while self.end.next()?.is_some() {
             // Batches that were under way when the run was halted are given back unread.
         }
-        if stopped.is_none() && self.meta.adam_t == 0 {
-            self.shared.diverged.store(true, Ordering::Relaxed);
-            return Err(
-                "no step of the run was finite, so nothing was trained: look for NaN in the target's weights and in the data"
-                    .into(),
-            );
+        if stopped.is_none() && self.meta.adam_t == 0 && self.lost.is_none() {
+            let error =
+                "no step of the run was finite, so nothing was trained: look for NaN in the target's weights and in the data";
+            self.lose(error.to_owned())?;
         }
-        let export = if stopped.is_none() && self.owns_files() { Some(self.export()?) } else { None };
-        Ok(End { step: self.meta.step, stopped, export, held_out: self.held_out })
+        let exports = stopped.is_none() && self.owns_files() && self.lost.is_none();
+        let export = if exports { Some(self.export()?) } else { None };
+        Ok(End { step: self.meta.step, stopped, export, held_out: self.held_out, diverged: self.lost })
+    }
+
+    /// One optimizer step, with its vote.
+    fn step(&mut self, step: u64, round: Round) -> Result<Arc<[Vote]>, BoxError> {
+        let shared = self.shared;
+        let vote = self.train(round)?;
+        self.reduce()?;
+        self.station.busy("optimizer");
+        let report = self.drafter.optimize(self.variant.config.optimizer.rate(step, shared.setup.total_steps))?;
+        let vote = Vote { tally: self.drafter.tally()?, stop: shared.cancel.stop_requested(), ..vote };
+        let all = self.votes.gather(vote)?;
+        self.book(step, &report);
+        self.record(step, round, &report, &all);
+        if self.meta.skipped_in_row >= self.variant.config.optimizer.max_skipped {
+            let skipped = self.meta.skipped_in_row;
+            self.lose(format!("{skipped} steps in a row were not finite; the last one is step {}", step + 1))?;
+        }
+        Ok(all)
+    }
+
+    /// A step of a variant that has diverged: gives its batches back unread and votes with the others.
+    fn pass_over(&mut self, round: Round) -> Result<Arc<[Vote]>, BoxError> {
+        for i in round.first..round.first + round.count {
+            self.next(i, false)?.release();
+        }
+        let tally = Tally::new(self.variant.draft.block_size);
+        let stop = self.shared.cancel.stop_requested();
+        Ok(self.votes.gather(Vote { stop, lost: true, tally, tokens: 0, rows: 0, blocks: 0 })?)
+    }
+
+    /// Gives up: the whole run, or of a sweep this variant alone.
+    fn lose(&mut self, error: String) -> Result<(), BoxError> {
+        let shared = self.shared;
+        let Some(name) = self.variant.name.as_deref().filter(|_| shared.sweep) else {
+            shared.diverged.store(true, Ordering::Relaxed);
+            shared.cancel.cancel(Cause::new(Kind::Failed, self.station.name(), error.clone()));
+            return Err(error.into());
+        };
+        shared.recorder.warn("diverged", format!("variant `{name}` diverged and is ended here, the others go on: {error}"));
+        self.lost = Some(error);
+        Ok(())
     }
 
     /// Rank 0 of replicas, every variant of a sweep.
@@ -355,7 +397,7 @@ impl<B: Backend> Worker<'_, B> {
     fn train(&mut self, round: Round) -> Result<Vote, BoxError> {
         self.station.busy("zeroing gradients");
         self.drafter.begin_step()?;
-        let mut vote = Vote { stop: None, tally: Tally::default(), tokens: 0, rows: 0, blocks: 0 };
+        let mut vote = Vote { stop: None, lost: false, tally: Tally::default(), tokens: 0, rows: 0, blocks: 0 };
         for i in (round.first..round.first + round.count).filter(|&i| self.mine(i)).collect::<Vec<_>>() {
             let filled = self.next(i, false)?;
             self.station.busy(What::new("training").batch(i));
@@ -392,16 +434,6 @@ impl<B: Backend> Worker<'_, B> {
         self.meta.skipped_in_row += 1;
         let text = format!("step {} was skipped: loss {}, gradient norm {}", step + 1, report.loss, report.grad_norm);
         self.shared.recorder.warn("non_finite", text);
-    }
-
-    fn give_up_if_diverged(&mut self, step: u64) -> Result<(), BoxError> {
-        if self.meta.skipped_in_row < self.variant.config.optimizer.max_skipped {
-            return Ok(());
-        }
-        self.shared.diverged.store(true, Ordering::Relaxed);
-        let error = format!("{} steps in a row were not finite; the last one is step {}", self.meta.skipped_in_row, step + 1);
-        self.shared.cancel.cancel(Cause::new(Kind::Failed, self.station.name(), error.clone()));
-        Err(error.into())
     }
 
     fn record(&mut self, step: u64, round: Round, report: &StepReport, votes: &[Vote]) {
@@ -449,12 +481,19 @@ impl<B: Backend> Worker<'_, B> {
         let begun = Instant::now();
         for j in (0..shared.held_out_batches()).filter(|&j| self.mine(j)).collect::<Vec<_>>() {
             let filled = self.next(j, true)?;
+            if self.lost.is_some() {
+                filled.release();
+                continue;
+            }
             self.station.busy(What::new("held-out forward").batch(j));
             self.drafter.measure_batch(&filled.batch().batch, filled.slot(), &mut || self.station.advance(1))?;
             filled.release();
         }
-        let own = self.drafter.tally()?;
+        let own = if self.lost.is_some() { Tally::new(self.variant.draft.block_size) } else { self.drafter.tally()? };
         let all = self.tallies.gather(own.clone())?;
+        if self.lost.is_some() {
+            return Ok(false);
+        }
         let mut tally = if shared.sweep { own } else { Tally::new(self.variant.draft.block_size) };
         if !shared.sweep {
             all.iter().for_each(|t| tally.merge(t));
@@ -481,11 +520,17 @@ impl<B: Backend> Worker<'_, B> {
     }
 
     fn save(&mut self, role: &'static str) -> Result<(), BoxError> {
-        if !self.owns_files() {
+        if !self.owns_files() || self.lost.is_some() {
             return Ok(());
         }
         self.station.busy("snapshot");
         let taken = snapshot(&mut self.drafter, self.meta.clone(), self.variant.config.to_toml())?;
+        if self.shared.sweep
+            && let Err(error) = taken.check_finite()
+        {
+            // The writer would end the whole run for it.
+            return self.lose(error.to_string().lines().next().unwrap_or_default().to_owned());
+        }
         let root = variant_dir(&self.shared.options.run_dir, self.variant.name.as_deref()).join("checkpoints");
         let _waiting = self.station.waiting("the checkpoint writer");
         let mut item = (root, taken, role);
@@ -509,11 +554,7 @@ impl<B: Backend> Worker<'_, B> {
         let target = &setup.target;
         let verifier =
             Verifier { name_or_path: target.folder.display().to_string(), architectures: target.config.architectures.clone() };
-        let provenance = BTreeMap::from([
-            ("drafthorse_build".to_owned(), options.build_id.clone()),
-            ("drafthorse_step".to_owned(), self.meta.step.to_string()),
-            ("drafthorse_dataset".to_owned(), self.meta.dataset.clone()),
-        ]);
+        let provenance = provenance(&Meta { build_id: options.build_id.clone(), ..self.meta.clone() });
         let report = export_weights(&folder, Format::Plain, &self.variant.draft, &weights, &verifier, &provenance)?;
         self.shared.recorder.record(Event::Export(Export {
             step: self.meta.step,

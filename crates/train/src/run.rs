@@ -16,6 +16,7 @@ use crate::pipeline::gate::{Gate, GateEvent, Limits, Phase, Role};
 use crate::pipeline::layout::{Assignment, Layout, Mode};
 use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
 use crate::setup::Setup;
+use crate::state::{StateError, check_init};
 use drafthorse_telemetry::Recorder;
 use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
 use std::collections::HashMap;
@@ -55,6 +56,8 @@ pub struct Outcome {
     pub checkpoint: Option<PathBuf>,
     /// Held-out tally of the first variant at the end, if it was measured.
     pub held_out: Option<Tally>,
+    /// Variants of a sweep that diverged and were ended alone: name, and how.
+    pub diverged: Vec<(String, String)>,
 }
 
 /// How a run failed.
@@ -68,9 +71,26 @@ pub enum RunFailure {
         "{0}\n  resume from an earlier checkpoint with a lower optimizer.lr, or look for broken rows with `drafthorse inspect`"
     )]
     Diverged(RunError),
-    /// What to resume from cannot be.
+    /// What to begin with cannot be.
     #[error(transparent)]
-    Resume(#[from] CheckpointError),
+    Resume(#[from] ResumeError),
+}
+
+/// Why a launch cannot begin where it should.
+#[derive(Debug, thiserror::Error)]
+pub enum ResumeError {
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The drafter of `drafter.init_from`.
+    #[error(transparent)]
+    Init(#[from] StateError),
+}
+
+impl From<CheckpointError> for RunFailure {
+    fn from(error: CheckpointError) -> RunFailure {
+        RunFailure::Resume(error.into())
+    }
 }
 
 impl RunFailure {
@@ -106,7 +126,7 @@ pub fn first_meta(setup: &Setup, variant: usize, options: &Options) -> Meta {
         total_steps: setup.total_steps,
         adam_t: 0,
         batches: setup.batch_keys(),
-        target: setup.target.identity(),
+        target: format!("{}+{}", setup.target.identity(), setup.target.weights_id()),
         skipped: 0,
         skipped_in_row: 0,
         global_batch: setup.config.optimizer.global_batch,
@@ -121,18 +141,39 @@ pub fn first_meta(setup: &Setup, variant: usize, options: &Options) -> Meta {
     }
 }
 
-/// The step that this launch goes on after: 0, or what the checkpoints to resume from say. Reads no tensor and changes nothing.
-///
-/// # Errors
-/// When a checkpoint is damaged or belongs to another run.
-pub fn check_resume(setup: &Setup, options: &Options) -> Result<u64, CheckpointError> {
-    let mut step = 0;
-    for (i, path) in options.resume.iter().enumerate() {
-        let meta = Meta::read(path)?;
-        meta.check(path, &first_meta(setup, i, options))?;
-        step = meta.step;
+/// Where a launch begins: anew, or with checkpoints that were read and proven.
+pub struct Resume {
+    /// The step that it goes on after; 0 anew.
+    pub step: u64,
+    /// Lines a person should see.
+    pub notices: Vec<String>,
+    loaded: Vec<Option<Arc<Loaded>>>,
+}
+
+impl Resume {
+    /// Reads the checkpoints that `options` names, or looks at the drafters that the variants start from. Changes nothing, so that a launch that is refused
+    /// here leaves everything as it was.
+    ///
+    /// # Errors
+    /// When a checkpoint is damaged or belongs to another run, or a drafter to start from is not what the config describes.
+    pub fn open(setup: &Setup, options: &Options) -> Result<Resume, ResumeError> {
+        let mut resume = Resume { step: 0, notices: Vec::new(), loaded: Vec::new() };
+        for (i, path) in options.resume.iter().enumerate() {
+            let loaded = Loaded::open(path)?;
+            loaded.meta.check(path, &first_meta(setup, i, options))?;
+            resume.step = loaded.meta.step;
+            resume.notices.extend(loaded.notice());
+            resume.loaded.push(Some(Arc::new(loaded)));
+        }
+        if options.resume.is_empty() {
+            for variant in &setup.variants {
+                if let Some(folder) = &variant.config.drafter.init_from {
+                    resume.notices.extend(check_init(folder, &variant.draft, &setup.target)?);
+                }
+            }
+        }
+        Ok(resume)
     }
-    Ok(step)
 }
 
 /// File in a run folder that holds what the backend chose by timing.
@@ -158,11 +199,15 @@ pub fn train<B: Backend>(
     setup: &Setup,
     backend: &B,
     options: &Options,
+    resume: Resume,
     recorder: &Recorder,
     cancel: &Cancel,
 ) -> Result<Outcome, RunFailure> {
     let started = Instant::now();
-    let start_step = check_resume(setup, options)?;
+    let start_step = resume.step;
+    for notice in &resume.notices {
+        recorder.warn("resume", notice.clone());
+    }
     for variant in &setup.variants {
         let root = variant_dir(&options.run_dir, variant.name.as_deref()).join("checkpoints");
         for path in checkpoint::tidy_for_launch(&root, start_step)? {
@@ -174,8 +219,7 @@ pub fn train<B: Backend>(
         }
     }
     adopt_choices(backend, &options.run_dir, recorder);
-    let loaded: Mutex<Vec<Option<Arc<Loaded>>>> =
-        Mutex::new(options.resume.iter().map(|p| Ok(Some(Arc::new(Loaded::open(p)?)))).collect::<Result<_, CheckpointError>>()?);
+    let loaded = Mutex::new(resume.loaded);
     let p = &setup.config.pipeline;
     let sweep = setup.variants[0].name.is_some();
     let layout = Layout {
@@ -220,6 +264,13 @@ pub fn train<B: Backend>(
         on_alarm: Box::new(|alarm| match alarm {
             Alarm::Stalled(cause) => {
                 recorder.warn("stalled", format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()));
+            }
+            Alarm::Overslept(late) => {
+                let text = format!(
+                    "this process stood still for {:.1} s (a stop signal, or the machine slept): pipeline.stall_s is counted anew",
+                    late.as_secs_f64()
+                );
+                recorder.warn("overslept", text);
             }
             Alarm::NotComingBack(names) => {
                 recorder.warn("stuck", format!("still waiting for {} after {grace:?}", names.join(", ")));
@@ -286,9 +337,16 @@ pub fn train<B: Backend>(
     });
     let ends = std::mem::take(&mut *ends.lock().unwrap_or_else(PoisonError::into_inner));
     match result {
+        Ok(()) if ends.iter().flatten().all(|end| end.diverged.is_some()) => {
+            let last = ends.iter().flatten().find_map(|end| end.diverged.clone()).unwrap_or_default();
+            let cause =
+                Arc::new(Cause::new(Kind::Failed, "the sweep", format!("every variant diverged, the first with: {last}")));
+            record_end(setup, options, recorder, &cause);
+            Err(RunFailure::Diverged(RunError { cause, others: Vec::new() }))
+        }
         Ok(()) => Ok(outcome(setup, options, recorder, &ends, started)),
         Err(error) => {
-            record_failure(recorder, &error.cause);
+            record_end(setup, options, recorder, &error.cause);
             Err(if diverged.load(Ordering::Relaxed) { RunFailure::Diverged(error) } else { RunFailure::Run(error) })
         }
     }
@@ -304,24 +362,46 @@ fn outcome(
     let first = ends[0].as_ref().expect("a run without failure has an end for every drafter");
     let root = variant_dir(&options.run_dir, setup.variants[0].name.as_deref());
     let checkpoint = checkpoint::newest(&root);
+    let steps = ends.iter().flatten().map(|end| end.step).max().unwrap_or(first.step);
+    let named = |(i, end): (usize, &Option<crate::loops::End>)| {
+        Some((setup.variants.get(i)?.name.clone()?, end.as_ref()?.diverged.clone()?))
+    };
+    let diverged: Vec<(String, String)> = ends.iter().enumerate().filter_map(named).collect();
+    if let Some((name, error)) = diverged.first() {
+        // Recorded at the end, because a run is over with its first failure.
+        let cause = Cause::new(Kind::Failed, format!("variant `{name}`"), error.clone());
+        record_end(setup, options, recorder, &cause);
+    }
     match &first.stopped {
         Some(reason) => recorder.record(Event::Stopped(Stopped {
-            step: first.step,
+            step: steps,
             reason: reason.clone(),
             checkpoint: checkpoint.as_ref().map(|p| p.display().to_string()),
         })),
-        None => recorder.record(Event::Done(Done { steps: first.step, elapsed_s: started.elapsed().as_secs_f64(), tau: None })),
+        None => recorder.record(Event::Done(Done { steps, elapsed_s: started.elapsed().as_secs_f64(), tau: None })),
     }
     Outcome {
-        steps: first.step,
+        steps,
         stopped: first.stopped.clone(),
         exports: ends.iter().flatten().filter_map(|e| e.export.clone()).collect(),
         checkpoint,
         held_out: first.held_out.clone(),
+        diverged,
     }
 }
 
-fn record_failure(recorder: &Recorder, cause: &Cause) {
+fn record_end(setup: &Setup, options: &Options, recorder: &Recorder, cause: &Cause) {
+    if cause.kind == Kind::Stopped {
+        // Aborted on request: whatever was done after the newest checkpoint is lost.
+        let root = variant_dir(&options.run_dir, setup.variants[0].name.as_deref()).join("checkpoints");
+        let newest = checkpoint::list(&root).pop();
+        recorder.record(Event::Stopped(Stopped {
+            step: newest.as_ref().map_or(0, |(step, _)| *step),
+            reason: cause.error.clone(),
+            checkpoint: newest.map(|(_, path)| path.display().to_string()),
+        }));
+        return;
+    }
     recorder.record(Event::Failure(Failure {
         worker: cause.worker.clone(),
         phase: cause.phase.clone(),

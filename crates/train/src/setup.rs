@@ -99,6 +99,7 @@ impl Setup {
             .collect::<Result<_, SetupError>>()?;
         let captured: BTreeSet<usize> = variants.iter().flat_map(|v| v.draft.target_layer_ids.iter().copied()).collect();
         let schedule = Arc::new(Schedule::new(&dataset, schedule_config(&config))?);
+        check_positions(&schedule, target.config.max_positions)?;
         let builder = BatchBuilder::new(dataset, Arc::clone(&schedule), block_shape(&config, &target.config, mask_token.id))?;
         let mut rounds = Rounds::new(|e| schedule.epoch_batches(e), config.optimizer.global_batch);
         let total_steps = config.optimizer.steps.unwrap_or_else(|| rounds.total_steps(config.optimizer.epochs));
@@ -141,6 +142,22 @@ impl Setup {
             mean_context: mean_len.div_ceil(2),
         }
     }
+}
+
+/// Refuses samples that reach beyond the positions that the target was made for: its hidden states there are not what it was trained to have.
+fn check_positions(schedule: &Schedule, most: usize) -> Result<(), DataError> {
+    let rows = || schedule.train_rows().iter().chain(schedule.held_out_rows()).copied();
+    let long = |row: &u32| schedule.length(*row) as usize > most;
+    let Some(first) = rows().filter(long).min() else { return Ok(()) };
+    Err(DataError::Config {
+        key: "batch.max_length",
+        what: format!(
+            "row {first} has {} tokens, the target has {most} positions ({} such rows)",
+            schedule.length(first),
+            rows().filter(long).count()
+        ),
+        todo: format!("set batch.max_length = {most}, or prepare with --max-length {most}"),
+    })
 }
 
 /// Adam's constants.

@@ -5,6 +5,7 @@
 
 use crate::checkpoint::{CheckpointError, Loaded, Meta, Snapshot};
 use crate::drafter::Drafter;
+use crate::frozen::TargetFiles;
 use drafthorse_graph::{ExecError, Executor, HostMut, HostRef, TensorId};
 use drafthorse_models::checkpoint::CheckpointError as FileError;
 use drafthorse_models::draft_config::DraftConfig;
@@ -32,15 +33,19 @@ pub enum StateError {
     /// An export.
     #[error(transparent)]
     Export(#[from] ExportError),
-    /// The drafter to start from has another shape.
-    #[error(
-        "drafter.init_from = {folder}: its {field} differs from the config's\n  make [drafter] equal to that drafter's config.json, or leave init_from out"
-    )]
-    OtherShape {
+    /// The drafter to start from is another one than the config describes.
+    #[error("drafter.init_from = {folder}: its {field} is {theirs}, the run's {ours}\n  {todo}")]
+    Other {
         /// The folder.
         folder: String,
         /// First field that differs.
         field: &'static str,
+        /// Its value there.
+        theirs: String,
+        /// Its value by the config.
+        ours: String,
+        /// What to do.
+        todo: String,
     },
 }
 
@@ -90,26 +95,90 @@ pub fn restore<E: Executor>(drafter: &mut Drafter<E>, loaded: &Loaded) -> Result
     Ok(())
 }
 
-/// Loads the weights of an exported drafter.
+/// Opens the exported drafter in `folder` as one that training as `wanted` can begin with. Reads no weight.
 ///
 /// # Errors
-/// When the folder is no drafter of this shape.
-pub fn load_folder(folder: &Path, wanted: &DraftConfig) -> Result<Vec<(String, Vec<f32>)>, StateError> {
+/// When the folder is no drafter, or one whose weights mean something else: another shape, mask token, rotary embedding or epsilon.
+fn open_init(folder: &Path, wanted: &DraftConfig) -> Result<DraftFolder, StateError> {
     let drafter = DraftFolder::open(folder, wanted.target_dims())?;
     let (a, b) = (&drafter.config, wanted);
+    let shown = |value: &dyn std::fmt::Debug| format!("{value:?}");
+    let kinds = |c: &DraftConfig| c.layer_types.iter().map(|kind| kind.as_str()).collect::<Vec<_>>().join(", ");
     let fields = [
-        ("layers", a.layers == b.layers),
-        ("hidden", a.hidden == b.hidden),
-        ("intermediate", a.intermediate == b.intermediate),
-        ("heads", (a.heads, a.kv_heads, a.head_dim) == (b.heads, b.kv_heads, b.head_dim)),
-        ("target_layer_ids", a.target_layer_ids == b.target_layer_ids),
-        ("block_size", a.block_size == b.block_size),
-        ("layer_types", a.layer_types == b.layer_types && a.sliding_window == b.sliding_window),
+        ("layers", a.layers.to_string(), b.layers.to_string(), "drafter.layers"),
+        ("hidden", a.hidden.to_string(), b.hidden.to_string(), "target"),
+        ("intermediate", a.intermediate.to_string(), b.intermediate.to_string(), "drafter.intermediate"),
+        ("heads", a.heads.to_string(), b.heads.to_string(), "drafter.heads"),
+        ("kv_heads", a.kv_heads.to_string(), b.kv_heads.to_string(), "drafter.kv_heads"),
+        ("head_dim", a.head_dim.to_string(), b.head_dim.to_string(), "drafter.head_dim"),
+        ("target_layer_ids", shown(&a.target_layer_ids), shown(&b.target_layer_ids), "drafter.target_layer_ids"),
+        ("block_size", a.block_size.to_string(), b.block_size.to_string(), "drafter.block_size"),
+        ("layer_types", kinds(a), kinds(b), "drafter.sliding_layers"),
+        ("sliding_window", shown(&a.sliding_window), shown(&b.sliding_window), "drafter.sliding_window"),
+        ("mask_token_id", a.mask_token_id.to_string(), b.mask_token_id.to_string(), "drafter.mask_token_id"),
+        ("rope theta", a.rope.theta.to_string(), b.rope.theta.to_string(), "drafter.rope_theta"),
+        ("rope scaling", shown(&a.rope.scaling), shown(&b.rope.scaling), ""),
+        ("rms_norm_eps", a.rms_eps.to_string(), b.rms_eps.to_string(), ""),
     ];
-    if let Some((field, _)) = fields.into_iter().find(|(_, same)| !same) {
-        return Err(StateError::OtherShape { folder: folder.display().to_string(), field });
+    match fields.into_iter().find(|(_, theirs, ours, _)| theirs != ours) {
+        None => Ok(drafter),
+        Some((field, theirs, ours, key)) => {
+            let todo = match key {
+                "" => "a run cannot change this: start from another drafter, or leave init_from out".to_owned(),
+                "target" => "name the target that the drafter was trained for, or leave init_from out".to_owned(),
+                key => format!("set {key} as in that drafter's config.json, or leave init_from out"),
+            };
+            Err(StateError::Other { folder: folder.display().to_string(), field, theirs, ours, todo })
+        }
     }
-    folder_weights(&drafter)
+}
+
+/// Refuses a drafter that training as `wanted` cannot begin with, before anything is loaded. Returns what a person should know of it.
+///
+/// # Errors
+/// As for opening it.
+pub fn check_init(folder: &Path, wanted: &DraftConfig, target: &TargetFiles) -> Result<Vec<String>, StateError> {
+    let drafter = open_init(folder, wanted)?;
+    let mut notices = drafter.warnings.clone();
+    if let Some(other) = other_target(drafter.provenance().get(TARGET_KEY), target) {
+        notices.push(format!("drafter.init_from = {}: {other}", folder.display()));
+    }
+    Ok(notices)
+}
+
+/// Key of an export's provenance that says which target's weights it was trained for.
+pub const TARGET_KEY: &str = "drafthorse_target";
+
+/// What a drafter folder records of where its weights come from, for the header of its safetensors file: servers and libraries pass over keys there that
+/// they do not know.
+pub fn provenance(meta: &Meta) -> BTreeMap<String, String> {
+    let mut map = BTreeMap::from([
+        ("drafthorse_build".to_owned(), meta.build_id.clone()),
+        ("drafthorse_step".to_owned(), meta.step.to_string()),
+        ("drafthorse_dataset".to_owned(), meta.dataset.clone()),
+    ]);
+    map.extend(meta.target.split_once('+').map(|(_, weights)| (TARGET_KEY.to_owned(), weights.to_owned())));
+    map
+}
+
+/// What to tell when a drafter of the target `recorded` is used with `target`, whose weights are others. Nothing is known without a record.
+pub fn other_target(recorded: Option<&String>, target: &TargetFiles) -> Option<String> {
+    let theirs = recorded?;
+    let ours = target.weights_id();
+    (*theirs != ours).then(|| {
+        format!(
+            "the drafter was trained for other weights than those in {} (weights id {theirs:.12}…, here {ours:.12}…): drafts will be rejected more often",
+            target.folder.display()
+        )
+    })
+}
+
+/// Loads the weights of an exported drafter to begin training as `wanted` with.
+///
+/// # Errors
+/// As [`check_init`].
+pub fn load_folder(folder: &Path, wanted: &DraftConfig) -> Result<Vec<(String, Vec<f32>)>, StateError> {
+    folder_weights(&open_init(folder, wanted)?)
 }
 
 /// All weights of an opened drafter folder, by internal name.

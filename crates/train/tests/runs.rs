@@ -6,11 +6,11 @@
 use drafthorse_data::prepare::{PrepareOptions, prepare};
 use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_telemetry::{Event, Recorder};
-use drafthorse_train::checkpoint::{self, Loaded};
+use drafthorse_train::checkpoint::{self, CheckpointError, Loaded};
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::cancel::Cancel;
-use drafthorse_train::run::{Options, Outcome, RunFailure, train};
+use drafthorse_train::run::{Options, Outcome, Resume, RunFailure, train};
 use drafthorse_train::setup::{Setup, today};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -56,8 +56,18 @@ struct Ran {
 }
 
 fn run(config: RunConfig, resume: Vec<PathBuf>, before: impl FnOnce(&Cancel, &Path)) -> Ran {
+    run_changed(config, resume, |_| {}, before)
+}
+
+fn run_changed(
+    config: RunConfig,
+    resume: Vec<PathBuf>,
+    change: impl FnOnce(&mut Setup),
+    before: impl FnOnce(&Cancel, &Path),
+) -> Ran {
     let dir = tempfile::tempdir().unwrap();
-    let setup = Setup::open(config, &|_, _| {}).expect("setup");
+    let mut setup = Setup::open(config, &|_, _| {}).expect("setup");
+    change(&mut setup);
     let backend = CpuBackend::new(Some(2)).unwrap();
     let (recorder, events) = Recorder::channel(100_000);
     let cancel = Cancel::new();
@@ -70,7 +80,8 @@ fn run(config: RunConfig, resume: Vec<PathBuf>, before: impl FnOnce(&Cancel, &Pa
         grace: Duration::from_secs(5),
         on_stuck: |names, cause| panic!("{names:?} did not come back after: {cause}"),
     };
-    let outcome = train(&setup, &backend, &options, &recorder, &cancel);
+    let resume = Resume::open(&setup, &options).map_err(RunFailure::from);
+    let outcome = resume.and_then(|resume| train(&setup, &backend, &options, resume, &recorder, &cancel));
     drop(recorder);
     Ran { dir, outcome, events: events.try_iter().map(|s| s.event).collect() }
 }
@@ -201,7 +212,8 @@ fn a_launch_from_an_earlier_step_leaves_the_later_checkpoints_aside() {
             grace: Duration::from_secs(5),
             on_stuck: |_, _| {},
         };
-        let outcome = train(&setup, &CpuBackend::new(Some(2)).unwrap(), &options, &recorder, &Cancel::new());
+        let resume = Resume::open(&setup, &options).unwrap();
+        let outcome = train(&setup, &CpuBackend::new(Some(2)).unwrap(), &options, resume, &recorder, &Cancel::new());
         drop(recorder);
         (outcome, events.try_iter().map(|s| s.event).collect::<Vec<_>>())
     };
@@ -267,17 +279,10 @@ fn a_sweep_trains_each_variant_as_if_it_were_alone() {
 
 #[test]
 fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
-    let ran = run(
-        config(&[
-            "optimizer.lr=1e30",
-            "optimizer.clip=1e30",
-            "optimizer.steps=40",
-            "optimizer.max_skipped=3",
-            "optimizer.warmup=0.0",
-        ]),
-        vec![],
-        |_, _| {},
-    );
+    let mut config = config(&["optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]);
+    // No config may ask for this; what a run does when its weights explode is the same whatever made them.
+    config.optimizer.lr = 1e30;
+    let ran = run(config, vec![], |_, _| {});
     assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
     let skipped = ran.events.iter().filter(|e| matches!(e, Event::Step(s) if s.skipped)).count();
     assert_eq!(skipped, 3, "every skipped step is recorded, the last one too");
@@ -293,8 +298,94 @@ fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
 }
 
 #[test]
+fn a_variant_of_a_sweep_that_diverges_is_ended_alone() {
+    let text = config(&["pipeline.drafters=[0, 1]", "optimizer.max_skipped=2"]).to_toml()
+        + "\n[[sweep]]\nname = \"wild\"\n[[sweep]]\nname = \"plain\"\n";
+    let sweep = RunConfig::parse(&text, "sweep", &[]).unwrap();
+    // Weights overflow at the first save in one, and steps are not finite in the other; no config may ask for either.
+    type Change = fn(&mut Setup);
+    let wild: [Change; 2] =
+        [|setup| setup.variants[0].config.optimizer.lr = 1e39, |setup| setup.variants[0].config.drafter.init_std = 1e30];
+    let plain = run(config(&[]), vec![], |_, _| {});
+    for change in wild {
+        let both = run_changed(sweep.clone(), vec![], change, |_, _| {});
+        let outcome = both.ok();
+        assert_eq!((outcome.steps, outcome.exports.len()), (6, 1), "{outcome:?}");
+        assert_eq!(outcome.diverged[0].0, "wild");
+        assert!(!both.dir.path().join("wild/export").exists());
+        let told = |e: &Event| matches!(e, Event::Warning(w) if w.code == "diverged" && w.text.contains("`wild`"));
+        assert!(both.events.iter().any(told), "{:?}", both.events.last());
+        assert!(both.events.iter().any(|e| matches!(e, Event::Failure(f) if f.worker.contains("wild"))));
+        let swept = Loaded::open(&checkpoint::newest(&both.dir.path().join("plain")).unwrap()).unwrap();
+        assert_eq!(tensors(&swept), tensors(&plain.final_state()), "the other variant is trained as if it were alone");
+    }
+    let all = |setup: &mut Setup| setup.variants.iter_mut().for_each(|v| v.config.drafter.init_std = 1e30);
+    let none = run_changed(sweep, vec![], all, |_, _| {});
+    assert!(matches!(none.outcome, Err(RunFailure::Diverged(_))), "{:?}", none.outcome);
+}
+
+#[test]
+fn weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_them_stays() {
+    let whole = run(config(&[]), vec![], |_, _| {});
+    let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2));
+    let mut explodes = config(&[]);
+    explodes.optimizer.lr = 1e39;
+    let ran = run(explodes, vec![from.clone()], |_, _| {});
+    let Err(RunFailure::Run(error)) = &ran.outcome else { panic!("{:?}", ran.outcome) };
+    // The error itself is kept, because the exit code follows its type.
+    let source = error.cause.source.as_ref().and_then(|e| e.downcast_ref::<CheckpointError>());
+    assert!(matches!(source, Some(CheckpointError::NotFinite { .. })), "{error}");
+    assert!(checkpoint::list(&ran.dir.path().join("checkpoints")).is_empty());
+    assert!(Loaded::open(&from).unwrap().proven);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_refused_before_anything_of_the_run_is_touched() {
+    let whole = run(config(&[]), vec![], |_, _| {});
+    let root = whole.dir.path().join("checkpoints");
+    let from = root.join(checkpoint::folder_name(4));
+    let state = from.join("state.safetensors");
+    let mut bytes = std::fs::read(&state).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    std::fs::write(&state, bytes).unwrap();
+    let before = checkpoint::list(&root);
+    let ran = run(config(&[]), vec![from], |_, _| {});
+    let text = ran.outcome.as_ref().unwrap_err().to_string();
+    let older = before.iter().rfind(|(step, _)| *step < 4).unwrap().1.display().to_string();
+    assert!(text.contains("state.safetensors is damaged") && text.contains(&older), "{text}");
+    assert!(ran.events.is_empty());
+    assert_eq!(checkpoint::list(&root), before);
+}
+
+#[test]
+fn a_run_begins_only_with_a_drafter_that_is_what_the_config_says() {
+    let whole = run(config(&[]), vec![], |_, _| {});
+    let export = whole.ok().exports[0].display().to_string();
+    let from = format!("drafter.init_from={export}");
+    run(config(&[&from]), vec![], |_, _| {}).ok();
+    for (change, field) in [
+        ("drafter.layers=2", "layers"),
+        ("drafter.block_size=8", "block_size"),
+        ("drafter.target_layer_ids=[1, 3]", "target_layer_ids"),
+        ("drafter.mask_token_id=7", "mask_token_id"),
+        ("drafter.rope_theta=123456.0", "rope theta"),
+        ("drafter.kv_heads=1", "kv_heads"),
+    ] {
+        let ran = run(config(&[&from, change]), vec![], |_, _| {});
+        let text = ran.outcome.as_ref().unwrap_err().to_string();
+        assert!(text.contains(&format!("its {field} is")) && text.lines().count() == 2, "{change}: {text}");
+        assert!(ran.events.is_empty(), "{change}: refused before anything began");
+    }
+    let absent = run(config(&["drafter.init_from=/no/such/drafter"]), vec![], |_, _| {});
+    assert!(absent.outcome.as_ref().unwrap_err().to_string().contains("/no/such/drafter") && absent.events.is_empty());
+}
+
+#[test]
 fn a_run_that_never_took_a_step_did_not_end_well() {
-    let ran = run(config(&["drafter.init_std=1e30", "optimizer.steps=2", "eval.every=0"]), vec![], |_, _| {});
+    let mut config = config(&["optimizer.steps=2", "eval.every=0"]);
+    config.drafter.init_std = 1e30;
+    let ran = run(config, vec![], |_, _| {});
     assert!(matches!(ran.outcome, Err(RunFailure::Diverged(_))), "{:?}", ran.outcome);
     assert!(!ran.dir.path().join("export").exists());
 }

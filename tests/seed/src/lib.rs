@@ -9,7 +9,7 @@ use drafthorse_telemetry::{Event, Recorder};
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::cancel::Cancel;
-use drafthorse_train::run::{Options, train};
+use drafthorse_train::run::{Options, Resume, train};
 use drafthorse_train::setup::{Setup, today};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -71,7 +71,8 @@ pub fn run(config: RunConfig) -> (TempDir, Vec<Event>) {
         grace: Duration::from_secs(30),
         on_stuck: |names, cause| panic!("{names:?} did not come back after: {cause}"),
     };
-    train(&setup, &backend, &options, &recorder, &Cancel::new()).expect("the run ends well");
+    let resume = Resume::open(&setup, &options).expect("a new run resumes nothing");
+    train(&setup, &backend, &options, resume, &recorder, &Cancel::new()).expect("the run ends well");
     drop(recorder);
     (dir, events.try_iter().map(|stamped| stamped.event).collect())
 }

@@ -5,7 +5,7 @@
 
 use crate::drafter_source::DrafterSource;
 use crate::exit::{Exit, Failure};
-use crate::format::{count, seconds, si};
+use crate::format::{count, parse_count, parse_threads, seconds, si};
 use crate::launch::{Launch, cpu_backend, launch};
 use crate::progress::Progress;
 use crate::prompts;
@@ -47,10 +47,10 @@ pub struct Demo {
     #[arg(long, value_name = "N", default_value_t = 500)]
     steps: u64,
     /// Held-out prompts to decode
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_count)]
     prompts: usize,
     /// CPU threads [default: all cores]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     threads: Option<usize>,
 }
 
@@ -74,11 +74,11 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     let options =
         PrepareOptions { overwrite: true, ..PrepareOptions::new(vec![work.join("completions.jsonl")], work.join("data")) };
     let card = prepare(&tokenizer, &options, &|_| {})?;
-    screen.say(format!("data       {} chats sampled from the target, {} tokens", count(card.rows), count(card.tokens)))?;
+    screen.tell(format!("data       {} chats sampled from the target, {} tokens", count(card.rows), count(card.tokens)))?;
     let config = config(args, &work)?;
     let backend = cpu_backend(&config)?;
     let setup = Setup::open(config, &|_, _| {})?;
-    screen.say(format!(
+    screen.tell(format!(
         "target     {} layers, hidden {}, {} parameters; drafter: {} layers, block {}",
         setup.target.config.layers,
         setup.target.config.hidden,
@@ -89,9 +89,7 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     let prompts = prompts::read(&[work.join("prompts.jsonl")], Some(args.prompts), MAX_NEW_TOKENS, &tokenizer)?;
     let prompts: Vec<Vec<u32>> = prompts.list.into_iter().map(|p| p.tokens).collect();
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "stopping").map_err(|e| {
-        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
-    })?;
+    let signals = Signals::listen(&cancel, screen, "stopping")?;
     let bench = Bench { setup: &setup, tokenizer: &tokenizer, backend: &backend, prompts: &prompts, cancel: &cancel, screen };
     let (before, _) = bench.measure("before", &initial_weights(&setup, &backend)?)?;
     let run_dir = work.join("run");
@@ -99,7 +97,7 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
     if cancel.stop_requested().is_some() {
         return Ok(Exit::Stopped);
     }
-    let drafter = DrafterSource::open(&run_dir, &setup.target.config)?;
+    let drafter = DrafterSource::open(&run_dir, &setup.target)?;
     let (after, sample) = bench.measure("after", &drafter.weights)?;
     signals.end();
     screen.say(table(&before, &after, screen))?;
@@ -110,10 +108,10 @@ pub fn run(args: &Demo, screen: Screen) -> Result<Exit, Failure> {
         }
     }
     let elapsed_s = begun.elapsed().as_secs_f64();
-    screen.say(format!("\n{} in all", seconds(elapsed_s)))?;
+    screen.tell(format!("\n{} in all", seconds(elapsed_s)))?;
     if let Some(keep) = &args.keep {
         let k = keep.display();
-        screen.say(format!("kept in {k}: try `drafthorse generate {k}/run \"Count from 3 in steps of 4, 5 numbers.\"`"))?;
+        screen.tell(format!("kept in {k}: try `drafthorse generate {k}/run \"Count from 3 in steps of 4, 5 numbers.\"`"))?;
     }
     screen.json(&json!({"before": before, "after": after, "elapsed_s": elapsed_s}))?;
     if cancel.stop_requested().is_some() {

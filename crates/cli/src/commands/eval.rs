@@ -5,7 +5,7 @@
 
 use crate::device::{self, Device, on};
 use crate::exit::{Exit, Failure};
-use crate::format::{count, seconds};
+use crate::format::{count, parse_count, parse_threads, seconds};
 use crate::progress::Progress;
 use crate::prompts;
 use crate::screen::Screen;
@@ -45,10 +45,10 @@ pub struct Eval {
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
     /// Tokens per completion at most
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = parse_count)]
     max_new_tokens: usize,
     /// Use the first N prompts
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
     limit: Option<usize>,
     /// Seeds the draws above temperature 0
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -60,7 +60,7 @@ pub struct Eval {
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: Device,
     /// CPU threads [default: all cores]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     threads: Option<usize>,
 }
 
@@ -92,9 +92,7 @@ fn run_on<B: Backend>(args: &Eval, backend: &B, screen: Screen) -> Result<Exit, 
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
     let list: Vec<Vec<u32>> = prompts.list.iter().map(|p| p.tokens.clone()).collect();
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this prompt").map_err(|e| {
-        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
-    })?;
+    let signals = Signals::listen(&cancel, screen, "finishing this prompt")?;
     let progress = Progress::new(screen, "eval");
     let mut tokens = 0;
     let report = evaluate(&mut decoder, &list, &stop, &settings, &cancel, &mut |done, tau, completion| {
@@ -106,7 +104,8 @@ fn run_on<B: Backend>(args: &Eval, backend: &B, screen: Screen) -> Result<Exit, 
     signals.end();
     screen.say(text(&report, screen))?;
     screen.json(&json!({
-        "drafter": drafter.folder, "target": target.folder, "provenance": drafter.provenance, "dropped_prompts": prompts.dropped, "report": report,
+        "drafter": drafter.folder, "target": target.folder, "provenance": drafter.provenance,
+        "other_target": drafter.other_target, "dropped_prompts": prompts.dropped, "report": report,
     }))?;
     if let Some(number) = report.proof.as_ref().and_then(|p| p.different.first()) {
         let what = format!("speculative and plain decoding differ on {}", prompts.list[*number as usize].source);

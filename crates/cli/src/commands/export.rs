@@ -52,8 +52,9 @@ pub enum To {
 pub fn run(args: &Export, screen: Screen) -> Result<Exit, Failure> {
     let folder = target_of(args.target.as_deref(), &args.run)?;
     let target = TargetFiles::open(&folder)?;
-    let drafter = DrafterSource::open(&args.run, &target.config)?;
+    let drafter = DrafterSource::open(&args.run, &target)?;
     drafter.notices.iter().for_each(|n| screen.note(format!("note: {n}")));
+    drafter.other_target.iter().for_each(|n| screen.warn(n));
     let format = match args.to {
         To::Plain => Format::Plain,
         To::Speculators => Format::Speculators,

@@ -5,14 +5,17 @@
 
 use crate::device::{self, Device, on};
 use crate::exit::{Exit, Failure};
+use crate::format::{parse_count, parse_threads};
 use crate::prompts::prompt_of;
 use crate::screen::Screen;
+use crate::signals::Signals;
 use crate::slots_text::{legend, shown};
 use crate::speculation::{Pair, check_temperature, decoder};
 use clap::Args;
 use drafthorse_data::chat::Conversation;
 use drafthorse_train::decode::{Origin, Request};
 use drafthorse_train::frozen::Backend;
+use drafthorse_train::pipeline::cancel::Cancel;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -45,7 +48,7 @@ pub struct Generate {
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
     /// Tokens at most
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = parse_count)]
     max_new_tokens: usize,
     /// Seeds the draws above temperature 0
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -54,7 +57,7 @@ pub struct Generate {
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: Device,
     /// CPU threads [default: all cores]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     threads: Option<usize>,
 }
 
@@ -80,6 +83,8 @@ fn run_on<B: Backend>(args: &Generate, backend: &B, screen: Screen) -> Result<Ex
             format!("a prompt of {} tokens and {} new ones on a target of {most} positions", prompt.len(), args.max_new_tokens);
         return Err(Failure::new(Exit::Usage, what, "give a prompt, shorten it, or lower --max-new-tokens"));
     }
+    let cancel = Cancel::new();
+    let signals = Signals::listen(&cancel, screen, "ending after this pass")?;
     let on = (backend, args.device.index());
     let mut decoder = decoder(&target, &drafter.config, &drafter.weights, prompt.len() + args.max_new_tokens, on, screen)?;
     let stop: Vec<u32> = tokenizer.stop_ids().iter().copied().collect();
@@ -92,7 +97,8 @@ fn run_on<B: Backend>(args: &Generate, backend: &B, screen: Screen) -> Result<Ex
         number: 0,
     };
     let begun = Instant::now();
-    let completion = decoder.speculate(&request)?;
+    let completion = decoder.speculate_until(&request, &|| cancel.stop_requested().is_some())?;
+    signals.end();
     let elapsed_s = begun.elapsed().as_secs_f64();
     screen.say(shown(&completion, &tokenizer, screen)?)?;
     let tau = completion.verified_tokens() as f64 / completion.passes().max(1) as f64;
@@ -104,14 +110,19 @@ fn run_on<B: Backend>(args: &Generate, backend: &B, screen: Screen) -> Result<Ex
         "{n} tokens in {} target passes after the prefill: tau {tau:.2}, {:.1} tokens/s{}",
         completion.passes(),
         n as f64 / elapsed_s.max(1e-6),
-        if completion.stopped { "" } else { " (cut at --max-new-tokens)" }
+        match (completion.stopped, cancel.stop_requested()) {
+            (true, _) => String::new(),
+            (false, Some(signal)) => format!(" (cut by {signal})"),
+            (false, None) => " (cut at --max-new-tokens)".to_owned(),
+        }
     ));
     let ids: Vec<i32> = completion.emitted.iter().map(|e| e.token as i32).collect();
     let slots: Vec<usize> =
         completion.emitted.iter().map(|e| if let Origin::Draft(slot) = e.origin { slot } else { 0 }).collect();
     screen.json(&json!({
         "text": tokenizer.decode(&ids)?, "tokens": ids, "slots": slots, "per_pass": completion.per_pass, "accepted": completion.accepted,
-        "tau": tau, "stopped": completion.stopped, "elapsed_s": elapsed_s,
+        "tau": tau, "stopped": completion.stopped, "elapsed_s": elapsed_s, "other_target": drafter.other_target,
     }))?;
-    Ok(Exit::Done)
+    let cut = cancel.stop_requested().is_some() && !completion.stopped;
+    Ok(if cut { Exit::Stopped } else { Exit::Done })
 }

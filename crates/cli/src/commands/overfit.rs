@@ -7,7 +7,7 @@ use super::eval;
 use crate::device::on;
 use crate::drafter_source::DrafterSource;
 use crate::exit::{Exit, Failure};
-use crate::format::seconds;
+use crate::format::{parse_count, seconds};
 use crate::launch::{Launch, decoding_device, launch, open_backend};
 use crate::progress::Progress;
 use crate::prompts::prompt_of;
@@ -62,7 +62,7 @@ pub struct Overfit {
     )]
     prompt: String,
     /// Tokens of the answer at most
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new_tokens: usize,
     /// Optimizer steps at most; fewer when every slot is right before
     #[arg(long, value_name = "N", default_value_t = 300)]
@@ -111,9 +111,7 @@ fn run_on<B: Backend>(
     let run_dir = work.join("run");
     std::fs::create_dir_all(&run_dir).map_err(|e| Failure::file("make", &run_dir, &e))?;
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this step and measuring").map_err(|e| {
-        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
-    })?;
+    let signals = Signals::listen(&cancel, screen, "finishing this step and measuring")?;
     let what = Launch {
         setup: &setup,
         run_dir: run_dir.clone(),
@@ -139,7 +137,7 @@ fn run_on<B: Backend>(
     if outcome.stopped.as_deref().is_some_and(|reason| reason != learnt) {
         return Ok(Exit::Stopped);
     }
-    let drafter = DrafterSource::open(&run_dir, &target.config)?;
+    let drafter = DrafterSource::open(&run_dir, target)?;
     let max_tokens = prompt.len() + args.max_new_tokens;
     let mut decoder = decoder(target, &drafter.config, &drafter.weights, max_tokens, on, screen)?;
     let settings = Settings { max_new_tokens: args.max_new_tokens, temperature: 0.0, seed: 0, prove: true };

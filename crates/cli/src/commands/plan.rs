@@ -7,7 +7,7 @@ use crate::estimate::{
     BatchFlops, DeviceMemory, Kind, Placement, Programs, available_memory, best_split, bottleneck, knobs, layout,
 };
 use crate::exit::{Exit, Failure};
-use crate::format::{bytes, count, parse_bytes, seconds, si};
+use crate::format::{bytes, count, parse_bytes, parse_rate, seconds, si};
 use crate::launch::{cpu_backend, load_config};
 use crate::progress::Progress;
 use crate::screen::Screen;
@@ -41,7 +41,7 @@ pub struct Plan {
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     memory: Option<u64>,
     /// Sustained TFLOP/s of one GPU, to turn FLOPs into time
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     tflops: Option<f64>,
 }
 

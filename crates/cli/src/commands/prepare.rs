@@ -4,17 +4,21 @@
 //! summary with its reason.
 
 use crate::exit::{Exit, Failure};
-use crate::format::{bytes, count, seconds, si};
+use crate::format::{bytes, count, parse_threads, seconds, si};
 use crate::progress::Progress;
 use crate::screen::Screen;
+use crate::signals::Signals;
 use crate::target_folder::resolve;
 use chrono::{NaiveDate, NaiveTime};
 use clap::{Args, ValueEnum};
 use drafthorse_data::card::Card;
 use drafthorse_data::prepare::{OnError, PrepareOptions, prepare};
 use drafthorse_data::tokenize::ChatTokenizer;
+use drafthorse_train::pipeline::cancel::Cancel;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Tokenize chats for a target and mark what it generates
 ///
@@ -55,7 +59,7 @@ pub struct Prepare {
     #[arg(long)]
     drop_truncated: bool,
     /// Threads that tokenize [default: all cores]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     threads: Option<usize>,
     /// Variable for the chat template, e.g. enable_thinking=false (may be repeated)
     #[arg(long = "template-var", value_name = "K=V")]
@@ -95,6 +99,9 @@ pub fn run(args: &Prepare, screen: Screen) -> Result<Exit, Failure> {
     options.drop_truncated = args.drop_truncated;
     options.threads = args.threads;
     options.template_date = Some(now.format("%Y-%m-%d").to_string());
+    let stop = Arc::clone(&options.stop);
+    let first = move || stop.store(true, Ordering::Relaxed);
+    let signals = Signals::listen_and(&Cancel::new(), screen, "removing what was written", first)?;
     let progress = Progress::new(screen, "prepare");
     let card = prepare(&tokenizer, &options, &|p| {
         let per_second = |n: u64| si(n as f64 / progress.elapsed_s().max(1e-3));
@@ -105,6 +112,7 @@ pub fn run(args: &Prepare, screen: Screen) -> Result<Exit, Failure> {
     })?;
     let elapsed_s = progress.elapsed_s();
     drop(progress);
+    signals.end();
     screen.say(summary(&card, screen))?;
     let read: u64 = card.sources.iter().map(|s| s.bytes).sum();
     screen.say(format!(
@@ -114,7 +122,7 @@ pub fn run(args: &Prepare, screen: Screen) -> Result<Exit, Failure> {
         bytes(read),
         si(card.tokens as f64 / elapsed_s.max(1e-3))
     ))?;
-    screen.say(format!("next: drafthorse init --target {} --data {} > run.toml", args.target.display(), args.out.display()))?;
+    screen.tell(format!("next: drafthorse init --target {} --data {} > run.toml", args.target.display(), args.out.display()))?;
     screen.json(&card)?;
     Ok(Exit::Done)
 }
@@ -150,6 +158,13 @@ pub fn summary(card: &Card, screen: Screen) -> String {
         let width = (30 * bar.rows).div_ceil(most) as usize;
         let range = format!("{}-{}", bar.from, bar.to - 1);
         lines.push(format!("{}  {range:>11}  {:>9}  {}", screen.paint(bold, title), count(bar.rows), "▇".repeat(width)));
+    }
+    if let Some(most) = card.max_positions.filter(|_| card.rows_beyond_positions > 0) {
+        let rows = count(card.rows_beyond_positions);
+        let text = format!(
+            "long        {rows} rows have more tokens than the target has positions ({most}): prepare with --max-length {most}, or train with batch.max_length = {most}"
+        );
+        lines.push(screen.paint(warn, &text));
     }
     for (reason, dropped) in &card.dropped {
         let text = format!("dropped     {} {reason}: {}", count(dropped.rows), dropped.examples.join("; "));

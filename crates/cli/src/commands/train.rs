@@ -9,20 +9,23 @@ use crate::device::on;
 use crate::estimate::{Kind, Placement, Programs, available_memory};
 use crate::exit::{Exit, Failure};
 use crate::format::{bytes, count, seconds, si};
-use crate::launch::{Launch, config_hash, launch, load_config, open_backend};
+use crate::launch::{Launch, check_begin, config_hash, launch, load_config, open_backend};
 use crate::progress::Progress;
-use crate::run_folder::choose;
+use crate::run_folder::{Chosen, choose};
 use crate::screen::Screen;
 use crate::signals::Signals;
 use clap::Args;
+use drafthorse_data::mask_token::MaskToken;
 use drafthorse_data::table::StartTable;
+use drafthorse_models::draft_config::DraftConfig;
 use drafthorse_telemetry::{Event, Step, Subscription};
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::Backend;
 use drafthorse_train::pipeline::cancel::Cancel;
 use drafthorse_train::run::Outcome;
 use drafthorse_train::setup::Setup;
-use std::path::PathBuf;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Train a drafter
@@ -66,7 +69,8 @@ fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Scre
     let progress = Progress::new(screen, "index");
     let setup = Setup::open(config, &|done, total| progress.update(done, total, || format!("{} bytes", count(done))))?;
     drop(progress);
-    match banner(&setup, &chosen.dir, chosen.step, screen) {
+    let table = StartTable::compute(&setup.builder, SAMPLED_BATCHES)?;
+    match banner(&setup, &chosen.dir, chosen.step, &table, screen) {
         // Whoever read the output has gone; the run is wanted all the same, and the run folder tells it.
         Ok(()) | Err(Failure::ReaderGone) => {}
         Err(failure) => return Err(failure),
@@ -80,12 +84,10 @@ fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Scre
     if args.dry_run {
         // Only the folder of a run that exists is kept.
         let _ = std::fs::remove_dir(&chosen.dir);
-        return Ok(Exit::Done);
+        return dry_run(&setup, &chosen, &table, screen);
     }
     let cancel = Cancel::new();
-    let signals = Signals::listen(&cancel, screen, "finishing this step and saving").map_err(|e| {
-        Failure::new(Exit::Device, format!("cannot listen for signals: {e}"), "raise the limit on threads (ulimit -u)")
-    })?;
+    let signals = Signals::listen(&cancel, screen, "finishing this step and saving")?;
     let run_id = format!("{stamp}-{}", std::process::id());
     let (total, dir, resumed_from) = (setup.total_steps, chosen.dir.clone(), chosen.step);
     let what = Launch { setup: &setup, run_dir: chosen.dir, resume: chosen.resume, resumed_from, run_id };
@@ -94,7 +96,7 @@ fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Scre
     finish(&outcome, &setup.config, &dir, screen)
 }
 
-fn finish(outcome: &Outcome, config: &RunConfig, dir: &std::path::Path, screen: Screen) -> Result<Exit, Failure> {
+fn finish(outcome: &Outcome, config: &RunConfig, dir: &Path, screen: Screen) -> Result<Exit, Failure> {
     if let Some(tally) = &outcome.held_out {
         screen.say(format!("held out   loss {:.4}, expected acceptance {:.3}", tally.loss(), tally.expected_acceptance()))?;
     }
@@ -111,7 +113,13 @@ fn finish(outcome: &Outcome, config: &RunConfig, dir: &std::path::Path, screen: 
     for export in &outcome.exports {
         screen.say(format!("export     {}", export.display()))?;
     }
-    screen.say(format!(
+    if let Some((name, error)) = outcome.diverged.first() {
+        let names: Vec<&str> = outcome.diverged.iter().map(|(name, _)| name.as_str()).collect();
+        let what = format!("of the sweep, {} diverged (`{name}`: {error}); the other variants are done", names.join(" and "));
+        let todo = "lower optimizer.lr of what diverged, and run it alone or in a new sweep";
+        return Err(Failure::new(Exit::Diverged, what, todo));
+    }
+    screen.tell(format!(
         "next: drafthorse eval {} --target {} --prompts prompts.jsonl",
         dir.display(),
         config.target.display()
@@ -119,15 +127,15 @@ fn finish(outcome: &Outcome, config: &RunConfig, dir: &std::path::Path, screen: 
     Ok(Exit::Done)
 }
 
-fn banner(setup: &Setup, dir: &std::path::Path, resumed: Option<u64>, screen: Screen) -> Result<(), Failure> {
+fn banner(setup: &Setup, dir: &Path, resumed: Option<u64>, table: &StartTable, screen: Screen) -> Result<(), Failure> {
     let config = &setup.config;
     let draft = &setup.variants[0].draft;
     let target = &setup.target.config;
     let command: Vec<String> = std::env::args().collect();
-    screen.say(format!("drafthorse {BUILD_ID}"))?;
-    screen.say(format!("command    {}", command.join(" ")))?;
-    screen.say(format!("config     {:.12}", config_hash(config)))?;
-    screen.say(format!(
+    screen.tell(format!("drafthorse {BUILD_ID}"))?;
+    screen.tell(format!("command    {}", command.join(" ")))?;
+    screen.tell(format!("config     {:.12}", config_hash(config)))?;
+    screen.tell(format!(
         "target     {}: {} {} layers, hidden {}, vocabulary {}, {} parameters",
         config.target.display(),
         target.family.model_type(),
@@ -138,7 +146,7 @@ fn banner(setup: &Setup, dir: &std::path::Path, resumed: Option<u64>, screen: Sc
     ))?;
     for v in &setup.variants {
         let parameters: u64 = drafthorse_models::tensor_names::draft_sources(&v.draft).iter().map(|t| t.elements() as u64).sum();
-        screen.say(format!(
+        screen.tell(format!(
             "{:<10} {} layers, block {}, listens to layers {:?}, {} parameters",
             v.name.as_deref().unwrap_or("drafter"),
             v.draft.layers,
@@ -147,11 +155,11 @@ fn banner(setup: &Setup, dir: &std::path::Path, resumed: Option<u64>, screen: Sc
             si(parameters as f64)
         ))?;
     }
-    screen.say(format!("mask token {} ({})", draft.mask_token_id, setup.mask_token.source))?;
-    screen.say(format!("data       {} ({:.12})", config.data.display(), setup.builder.dataset().fingerprint()))?;
-    screen.say(StartTable::compute(&setup.builder, SAMPLED_BATCHES)?)?;
-    screen.say(format!("run        {}", dir.display()))?;
-    screen.say(match resumed {
+    screen.tell(format!("mask token {} ({})", draft.mask_token_id, setup.mask_token.source))?;
+    screen.tell(format!("data       {} ({:.12})", config.data.display(), setup.builder.dataset().fingerprint()))?;
+    screen.tell(table)?;
+    screen.tell(format!("run        {}", dir.display()))?;
+    screen.tell(match resumed {
         Some(step) => format!(
             "steps      {} of {} left: resumed after step {step}",
             setup.total_steps.saturating_sub(step),
@@ -161,6 +169,48 @@ fn banner(setup: &Setup, dir: &std::path::Path, resumed: Option<u64>, screen: Sc
     })?;
     setup.notices.iter().for_each(|n| screen.note(format!("note: {n}")));
     Ok(())
+}
+
+/// What a run would be, for programs.
+#[derive(Debug, Serialize)]
+struct DryRun<'a> {
+    build_id: &'static str,
+    config_hash: String,
+    config: &'a RunConfig,
+    run_dir: &'a Path,
+    /// Step that it would go on after.
+    resumed_from_step: Option<u64>,
+    total_steps: u64,
+    mask_token: MaskToken,
+    dataset: &'a str,
+    /// Target layers that are captured.
+    captured: &'a [usize],
+    /// Name and shape of every drafter.
+    drafters: Vec<(Option<&'a str>, &'a DraftConfig)>,
+    batches: &'a StartTable,
+    notices: &'a [String],
+}
+
+/// `--dry-run`: the last checks, and under `--json` what passed them.
+fn dry_run(setup: &Setup, chosen: &Chosen, table: &StartTable, screen: Screen) -> Result<Exit, Failure> {
+    let notices = check_begin(setup, &chosen.dir, &chosen.resume)?;
+    notices.iter().for_each(|n| screen.note(format!("note: {n}")));
+    let notices: Vec<String> = setup.notices.iter().cloned().chain(notices).collect();
+    screen.json(&DryRun {
+        build_id: BUILD_ID,
+        config_hash: config_hash(&setup.config),
+        config: &setup.config,
+        run_dir: &chosen.dir,
+        resumed_from_step: chosen.step,
+        total_steps: setup.total_steps,
+        mask_token: setup.mask_token,
+        dataset: setup.builder.dataset().fingerprint(),
+        captured: &setup.captured,
+        drafters: setup.variants.iter().map(|v| (v.name.as_deref(), &v.draft)).collect(),
+        batches: table,
+        notices: &notices,
+    })?;
+    Ok(Exit::Done)
 }
 
 /// Exit 4 before anything is loaded, where the kernel says what is free.
@@ -176,7 +226,7 @@ fn check_memory(setup: &Setup) -> Result<(), Failure> {
 }
 
 /// Checkpoints that exist at the same time: those kept, the best one, and one being written; and the exports, smaller than one more.
-fn check_disk(setup: &Setup, dir: &std::path::Path) -> Result<(), Failure> {
+fn check_disk(setup: &Setup, dir: &Path) -> Result<(), Failure> {
     let need = drafthorse_train::run::checkpoint_bytes(setup) * (setup.config.checkpoint.keep_last as u64 + 3);
     let stat = rustix::fs::statvfs(dir).map_err(|e| Failure::file("look at", dir, &e.into()))?;
     let free = stat.f_bavail * stat.f_frsize;
@@ -201,7 +251,7 @@ fn follow(events: &Subscription, total: u64, screen: Screen) {
             Event::Step(step) if live => progress.update(step.step, total, || step_text(step)),
             Event::Step(step) => {
                 let variant = step.variant.as_deref().map(|v| format!("{v} ")).unwrap_or_default();
-                let _ = screen.say(format!("{variant}step {}/{total}  {}  {:.0} ms", step.step, step_text(step), step.step_ms));
+                let _ = screen.tell(format!("{variant}step {}/{total}  {}  {:.0} ms", step.step, step_text(step), step.step_ms));
             }
             Event::Phase(p) => progress.update(p.progress, p.total.unwrap_or(0), || format!("{}: {}", p.worker, p.name)),
             Event::Gate(g) => progress.line(&format!("ready after {}", seconds(g.startup_ms as f64 / 1000.0))),

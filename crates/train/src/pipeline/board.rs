@@ -406,12 +406,17 @@ pub struct Watchdog {
     gate: Option<Gate>,
     limit: Duration,
     seen: Option<(u64, u64)>,
+    /// Nothing before this moment counts.
+    since_ns: u64,
 }
+
+/// A look that comes later than this shows that the process itself stood still.
+const LATE: Duration = Duration::from_secs(5);
 
 impl Watchdog {
     /// A watchdog over `board` that cancels `cancel`.
     pub fn new(board: &Board, cancel: &Cancel, limit: Duration) -> Self {
-        Self { board: board.clone(), cancel: cancel.clone(), gate: None, limit, seen: None }
+        Self { board: board.clone(), cancel: cancel.clone(), gate: None, limit, seen: None, since_ns: 0 }
     }
 
     /// Watches the start-up phases of `gate` until it opens.
@@ -421,13 +426,25 @@ impl Watchdog {
         self
     }
 
+    /// How late a look may come before it shows that this process stood still: stopped by a signal, or with the whole machine. Workers cannot have moved then,
+    /// so that what the clock says of them is not their fault.
+    pub fn patience(&self) -> Duration {
+        LATE.min(self.limit / 2)
+    }
+
+    /// Counts anew from now on.
+    pub fn start_anew(&mut self) {
+        self.since_ns = self.board.now_ns();
+        self.seen = None;
+    }
+
     /// Looks once. When the run stands still, cancels it and returns the cause with its report; the caller prints it.
     pub fn poll(&mut self) -> Option<Cause> {
         if self.cancel.is_cancelled() {
             return None;
         }
         let cause = match self.gate.as_ref().filter(|gate| !gate.is_open()) {
-            Some(gate) => gate.overdue(self.board.now_ns()),
+            Some(gate) => gate.overdue(self.board.now_ns(), self.since_ns),
             None => self.standstill(),
         }?;
         let cause = cause.with_report(self.board.report());
@@ -449,7 +466,8 @@ impl Watchdog {
         self.seen = Some((total, since));
         let limit = nanos(self.limit);
         let seconds = self.limit.as_secs_f64();
-        let stuck_for = |view: &StationView| view.since_unblocked_ns.min(view.since_progress_ns);
+        let counted = now.saturating_sub(self.since_ns);
+        let stuck_for = |view: &StationView| view.since_unblocked_ns.min(view.since_progress_ns).min(counted);
         let busy = live.iter().filter(|view| view.doing == Doing::Busy).max_by_key(|view| stuck_for(view));
         if let Some(view) = busy.filter(|view| stuck_for(view) > limit) {
             return Some(blame(view, format!("busy for more than {seconds:.1} s without progress")));

@@ -95,3 +95,25 @@ fn nobody_left_is_not_a_stall() {
     clock.advance(100 * SECOND);
     assert!(watchdog.poll().is_none());
 }
+
+#[test]
+fn a_process_that_stood_still_itself_is_not_a_stall_but_a_worker_that_stands_still_after_it_is() {
+    let (clock, board, _cancel, mut watchdog) = rig();
+    let target = board.register("target 0", None);
+    target.busy("forward");
+    assert!(watchdog.poll().is_none());
+    clock.advance(1_000 * SECOND);
+    watchdog.start_anew();
+    assert!(watchdog.poll().is_none(), "the time asleep does not count");
+    clock.advance(10 * SECOND);
+    assert!(watchdog.poll().is_none());
+    clock.advance(SECOND);
+    assert_eq!(watchdog.poll().expect("eleven seconds awake").worker, "target 0");
+}
+
+#[test]
+fn patience_is_less_than_any_limit() {
+    let (_clock, board, cancel, watchdog) = rig();
+    assert_eq!(watchdog.patience(), 5 * SECOND);
+    assert_eq!(Watchdog::new(&board, &cancel, SECOND).patience(), SECOND / 2);
+}

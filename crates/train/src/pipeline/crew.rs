@@ -48,6 +48,8 @@ impl Error for RunError {}
 pub enum Alarm<'a> {
     /// The watchdog has fired and cancelled the run; the cause holds the report of where every stage stands.
     Stalled(&'a Cause),
+    /// The watch itself came this late, so the process stood still (a stop signal, a sleeping machine): standstill is counted anew from now on.
+    Overslept(Duration),
     /// The run was cancelled, and these threads have not come back within the grace period (stuck in a driver, a disk, a loop). If the listener
     /// returns, the crew goes on waiting for them.
     NotComingBack(&'a [String]),
@@ -204,11 +206,18 @@ fn panic_text(payload: &(dyn Any + Send)) -> &str {
 fn keep_watch(shared: &Shared, mut watch: Watch<'_>) {
     let mut cancelled_at: Option<Instant> = None;
     let mut told = false;
+    let mut looked = Instant::now();
     let mut roll = lock(&shared.roll);
     while !(roll.body_done && roll.out.is_empty()) {
         roll = wait_timeout(&shared.changed, roll, watch.every);
         let out: Vec<String> = roll.out.iter().map(|(_, name)| name.clone()).collect();
         drop(roll);
+        let late = std::mem::replace(&mut looked, Instant::now()).elapsed().saturating_sub(watch.every);
+        if late > watch.watchdog.patience() {
+            watch.watchdog.start_anew();
+            cancelled_at = None;
+            (watch.on_alarm)(Alarm::Overslept(late));
+        }
         if let Some(cause) = watch.watchdog.poll() {
             (watch.on_alarm)(Alarm::Stalled(&cause));
         }

@@ -269,14 +269,15 @@ impl Gate {
     }
 
     /// The worker that has outstayed a limit, if any, as a cause of kind [`Kind::Stalled`]. Workers that are ready are not
-    /// counted.
-    pub(crate) fn overdue(&self, now_ns: u64) -> Option<Cause> {
+    /// counted, nor is time before `since_ns`.
+    pub(crate) fn overdue(&self, now_ns: u64, since_ns: u64) -> Option<Cause> {
         let state = lock(&self.0.state);
         let late = |member: &Member| {
             // A worker that has reported nothing yet is held to the first phase's limit.
             let phase = member.phase.unwrap_or(Phase::Checks);
             let limit = self.0.limits.get(phase);
-            let (total, quiet) = (now_ns.saturating_sub(member.entered_ns), now_ns.saturating_sub(member.moved_ns));
+            let counted = |from_ns: u64| now_ns.saturating_sub(from_ns.max(since_ns));
+            let (total, quiet) = (counted(member.entered_ns), counted(member.moved_ns));
             let error = if total > nanos(limit.total) {
                 format!("still not through after {:.1} s", limit.total.as_secs_f64())
             } else if quiet > nanos(limit.quiet) {

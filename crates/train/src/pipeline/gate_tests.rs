@@ -100,6 +100,20 @@ fn progress_feeds_the_quiet_limit_but_not_the_deadline() {
 }
 
 #[test]
+fn time_that_the_process_slept_counts_for_no_limit_of_the_start_up() {
+    let (clock, board, cancel, gate, _seen) = rig(tight());
+    let mut watchdog = Watchdog::new(&board, &cancel, Duration::from_secs(1)).with_gate(&gate);
+    let loading = gate.register(&board.register("target 0", None), Role::Target).unwrap();
+    gate.seal();
+    loading.report(Phase::Weights, 0.5, "").unwrap();
+    clock.advance(Duration::from_secs(1_000));
+    watchdog.start_anew();
+    assert!(watchdog.poll().is_none());
+    clock.advance(Duration::from_secs(11));
+    assert_eq!(watchdog.poll().expect("eleven seconds awake").phase, Phase::Weights.label());
+}
+
+#[test]
 fn a_worker_that_waits_for_another_is_not_blamed() {
     let (clock, board, cancel, gate, _seen) = rig(tight());
     let mut watchdog = Watchdog::new(&board, &cancel, Duration::from_secs(1)).with_gate(&gate);
