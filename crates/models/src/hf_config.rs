@@ -227,8 +227,8 @@ fn family(config: &Fields<'_>) -> Result<Family, ConfigError> {
 /// The epsilon inside the norms. Shared with the drafter's reader.
 pub(crate) fn rms_eps(config: &Fields<'_>) -> Result<f64, ConfigError> {
     let eps = config.f64("rms_norm_eps")?;
-    if eps <= 0.0 {
-        return Err(config.value("rms_norm_eps", "it must be above 0", "qwen3 has 1e-6, llama 3 has 1e-5"));
+    if eps <= 0.0 || eps >= 1.0 {
+        return Err(config.value("rms_norm_eps", "it must lie between 0 and 1", "qwen3 has 1e-6, llama 3 has 1e-5"));
     }
     Ok(eps)
 }
@@ -304,6 +304,9 @@ mod tests {
             ("vocab_size", r#""64""#),
             ("num_key_value_heads", "3"),
             ("rms_norm_eps", "0"),
+            ("rms_norm_eps", "1e30"),
+            ("rope_theta", "0"),
+            ("rope_theta", "1e308"),
             ("rms_norm_eps", "null"),
             ("eos_token_id", "64"),
             ("eos_token_id", r#"["</s>"]"#),

@@ -18,6 +18,9 @@ use crate::config_fields::{ConfigError, Fields};
 /// The base that transformers uses where a config names none (llama before version 3).
 pub const DEFAULT_THETA: f64 = 10_000.0;
 
+/// No model has a larger base: 1e8 is the largest in use.
+const MOST_THETA: f64 = 1e12;
+
 /// One model's rotary embedding.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -272,8 +275,11 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn spec(&self, rope: &Fields<'_>, flat_theta: Option<f64>) -> Result<RopeSpec, ConfigError> {
         let theta = rope.opt_f64("rope_theta")?.or(flat_theta).unwrap_or(DEFAULT_THETA);
-        if theta <= 1.0 {
-            return Err(rope.value("rope_theta", "the base must be above 1", "give the base that the model was trained with"));
+        if theta <= 1.0 || theta > MOST_THETA {
+            // The key is named where it stands.
+            let place = if rope.get("rope_theta").is_some() { rope } else { self.config };
+            let why = format!("the base lies above 1 and at most at {MOST_THETA:e}");
+            return Err(place.value("rope_theta", why, "give the base that the model was trained with"));
         }
         let partial = match rope.opt_f64("partial_rotary_factor")? {
             Some(factor) => factor,
