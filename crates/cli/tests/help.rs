@@ -18,8 +18,10 @@ fn expect(name: &str, text: &str) {
 
 #[test]
 fn help_of_every_command() {
-    let commands =
-        ["demo", "prepare", "inspect", "init", "plan", "train", "eval", "generate", "overfit", "export", "bench", "version"];
+    let commands = [
+        "demo", "prepare", "inspect", "init", "plan", "train", "eval", "generate", "overfit", "export", "bench", "doctor",
+        "version",
+    ];
     let (code, top, err) = run(&["--help"]);
     assert_eq!((code, err.as_str()), (0, ""));
     for command in commands {

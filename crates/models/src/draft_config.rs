@@ -181,13 +181,10 @@ fn check_layer_ids(ids: &[usize], target_layers: usize) -> Result<(), DraftError
 }
 
 impl DraftConfig {
-    /// The default drafter for a target: 5 layers with the target's head layout, default layer ids, blocks of 16, and an
-    /// unscaled full rotary embedding on the target's base.
-    ///
-    /// # Errors
-    /// If the target is too shallow for the default ids, or does not admit a drafter of these sizes.
-    pub fn from_target(target: &TargetConfig, mask_token_id: u32) -> Result<Self, DraftError> {
-        let config = Self {
+    /// The default drafter for a target that listens to `target_layer_ids`: 5 layers with the target's head layout, blocks of 16, and an unscaled full
+    /// rotary embedding on the target's base. Not validated: callers change what they like first.
+    pub fn from_target(target: &TargetConfig, target_layer_ids: Vec<usize>, mask_token_id: u32) -> Self {
+        Self {
             hidden: target.hidden,
             intermediate: target.intermediate,
             layers: DEFAULT_LAYERS,
@@ -196,7 +193,7 @@ impl DraftConfig {
             head_dim: target.head_dim,
             target_hidden: target.hidden,
             target_layers: target.layers,
-            target_layer_ids: default_layer_ids(target.layers, default_features(target.layers)?)?,
+            target_layer_ids,
             block_size: DEFAULT_BLOCK_SIZE,
             mask_token_id,
             rms_eps: target.rms_eps,
@@ -205,7 +202,16 @@ impl DraftConfig {
             sliding_window: None,
             max_positions: target.max_positions,
             vocab: target.vocab,
-        };
+        }
+    }
+
+    /// [`DraftConfig::from_target`] with the default layer ids, validated.
+    ///
+    /// # Errors
+    /// If the target is too shallow for the default ids, or does not admit a drafter of these sizes.
+    pub fn default_for(target: &TargetConfig, mask_token_id: u32) -> Result<Self, DraftError> {
+        let ids = default_layer_ids(target.layers, default_features(target.layers)?)?;
+        let config = Self::from_target(target, ids, mask_token_id);
         config.validate()?;
         Ok(config)
     }

@@ -52,7 +52,7 @@ fn partial_rotary_is_the_targets_and_not_the_drafters() {
     assert_eq!((target.rope.head_dim, target.rope.rotary_dim, target.rope.theta), (256, 64, 1e7));
     assert_eq!(target.rope.inv_freq().len(), 32);
     assert!(target.warnings.iter().any(|line| line.contains("overruled")), "{:?}", target.warnings);
-    let draft = DraftConfig::from_target(&target, 63).unwrap();
+    let draft = DraftConfig::default_for(&target, 63).unwrap();
     assert_eq!((draft.rope.rotary_dim, draft.rope.theta), (256, 1e7));
 }
 
@@ -61,7 +61,7 @@ fn yarn_in_the_new_form_only_is_read_and_not_inherited() {
     let target = config("config_yarn_new_only.json");
     assert!(matches!(target.rope.scaling, RopeScaling::Yarn { factor: 4.0, original_max_position_embeddings: 32, .. }));
     assert_eq!(target.rope.theta, 1e6);
-    assert_eq!(DraftConfig::from_target(&target, 63).unwrap().rope.scaling, RopeScaling::Default {});
+    assert_eq!(DraftConfig::default_for(&target, 63).unwrap().rope.scaling, RopeScaling::Default {});
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::config_checks::{checked, value};
 use crate::config_text::{apply, key_error, syntax_error};
 use drafthorse_data::buckets::Batching;
 use drafthorse_data::schedule::HeldOut;
+use drafthorse_models::draft_config::{DEFAULT_BLOCK_SIZE, DEFAULT_LAYERS};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -263,8 +264,8 @@ fn default_out() -> PathBuf {
 impl Default for DrafterSection {
     fn default() -> Self {
         DrafterSection {
-            layers: 5,
-            block_size: 16,
+            layers: DEFAULT_LAYERS,
+            block_size: DEFAULT_BLOCK_SIZE,
             target_layer_ids: None,
             features: None,
             heads: None,

@@ -204,7 +204,6 @@ fn block_shape(config: &RunConfig, target: &TargetConfig, mask_token: u32) -> Bl
 /// [`DraftError`], naming the field.
 pub fn draft_config(config: &RunConfig, target: &TargetConfig, mask_token: u32) -> Result<DraftConfig, DraftError> {
     let d = &config.drafter;
-    let head_dim = d.head_dim.unwrap_or(target.head_dim);
     let ids = match (&d.target_layer_ids, d.features) {
         (Some(ids), _) => ids.clone(),
         (None, Some(n)) => default_layer_ids(target.layers, n)?,
@@ -214,24 +213,19 @@ pub fn draft_config(config: &RunConfig, target: &TargetConfig, mask_token: u32) 
         Some(_) => (0..d.layers.saturating_sub(1)).collect(),
         None => Vec::new(),
     });
+    let base = DraftConfig::from_target(target, ids, mask_token);
+    let head_dim = d.head_dim.unwrap_or(base.head_dim);
     let draft = DraftConfig {
-        hidden: target.hidden,
-        intermediate: d.intermediate.unwrap_or(target.intermediate),
+        intermediate: d.intermediate.unwrap_or(base.intermediate),
         layers: d.layers,
-        heads: d.heads.unwrap_or(target.heads),
-        kv_heads: d.kv_heads.unwrap_or(target.kv_heads),
+        heads: d.heads.unwrap_or(base.heads),
+        kv_heads: d.kv_heads.unwrap_or(base.kv_heads),
         head_dim,
-        target_hidden: target.hidden,
-        target_layers: target.layers,
-        target_layer_ids: ids,
         block_size: d.block_size,
-        mask_token_id: mask_token,
-        rms_eps: target.rms_eps,
-        rope: RopeSpec::full(d.rope_theta.unwrap_or(target.rope.theta), head_dim),
+        rope: RopeSpec::full(d.rope_theta.unwrap_or(base.rope.theta), head_dim),
         layer_types: (0..d.layers).map(|l| if sliding.contains(&l) { LayerKind::Sliding } else { LayerKind::Full }).collect(),
         sliding_window: if sliding.is_empty() { None } else { d.sliding_window },
-        max_positions: target.max_positions,
-        vocab: target.vocab,
+        ..base
     };
     draft.validate()?;
     Ok(draft)

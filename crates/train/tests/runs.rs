@@ -10,6 +10,7 @@ use drafthorse_train::checkpoint::{self, CheckpointError, Loaded};
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::CpuBackend;
 use drafthorse_train::pipeline::cancel::Cancel;
+use drafthorse_train::rounds::Rounds;
 use drafthorse_train::run::{Options, Outcome, Resume, RunFailure, train};
 use drafthorse_train::setup::{Setup, today};
 use std::path::{Path, PathBuf};
@@ -41,7 +42,7 @@ fn data() -> &'static Path {
 fn config(overrides: &[&str]) -> RunConfig {
     let text = format!(
         "target = {:?}\ndata = {:?}\nseed = 11\n[drafter]\nlayers = 1\n[batch]\ntoken_budget = 512\nmicro_blocks = 24\nanchors = 8\n\
-         [optimizer]\nlr = 2e-3\nsteps = 6\nglobal_batch = 2\n[eval]\nevery = 3\nheld_out = {{ rows = 6 }}\n[checkpoint]\nevery = 2\nkeep_last = 9\n",
+         [optimizer]\nlr = 2e-3\nsteps = 6\nglobal_batch = 2\n[eval]\nevery = 3\nheld_out = {{ rows = 6 }}\n[checkpoint]\nevery = 2\nkeep_last = 99\n",
         demo().join("target"),
         data().join("data")
     );
@@ -162,6 +163,35 @@ fn a_resumed_run_ends_with_the_same_bits_whatever_the_number_of_targets() {
     }
     let other = run(config(&["seed=12"]), vec![whole.dir.path().join("checkpoints").join(checkpoint::folder_name(2))], |_, _| {});
     assert!(other.outcome.unwrap_err().to_string().contains("seed 11"), "another seed is another run");
+}
+
+#[test]
+fn epochs_that_end_in_a_short_step_are_crossed_and_resumed() {
+    // Two drafters and a G that divides no epoch: the short step at an epoch's end leaves a drafter with fewer batches, or with none.
+    let overrides = ["optimizer.global_batch=4", "pipeline.drafters=[0, 1]", "eval.every=0", "checkpoint.every=1"];
+    let setup = Setup::open(config(&overrides), &|_, _| {}).unwrap();
+    let schedule = setup.builder.schedule();
+    let mut rounds = Rounds::new(|e| schedule.epoch_batches(e), 4);
+    let (first, steps) = (rounds.total_steps(1), rounds.total_steps(2) + 2);
+    let last = rounds.locate(first - 1);
+    assert!(last.count < 4 && rounds.locate(steps - 1).epoch == 2, "sizes of this test: {last:?}, {steps} steps");
+    let steps_key = format!("optimizer.steps={steps}");
+    let all = [&overrides[..], &[steps_key.as_str()]].concat();
+    let whole = run(config(&all), vec![], |_, _| {});
+    assert_eq!(whole.ok().steps, steps);
+    for step in [first - 1, first, first + 1] {
+        let from = whole.dir.path().join("checkpoints").join(checkpoint::folder_name(step));
+        let rest = run(config(&all), vec![from], |_, _| {});
+        assert_eq!(
+            tensors(&whole.final_state()),
+            tensors(&rest.final_state()),
+            "resumed after step {step}, epoch 1 begins at {first}"
+        );
+    }
+    let one = run(config(&[&all[..], &["pipeline.drafters=[0]"]].concat()), vec![], |_, _| {});
+    for (a, b) in one.losses().iter().zip(whole.losses()) {
+        assert!((a - b).abs() < 2e-3 * a.abs(), "{a} {b}");
+    }
 }
 
 #[test]

@@ -88,7 +88,7 @@ struct OpGroup {
 pub fn step(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> Result<Exit, Failure> {
     let begun = Instant::now();
     let (config, _) = target(size.shape, size.len + 64)?;
-    let draft = DraftConfig::from_target(&config, config.vocab as u32 - 1)?;
+    let draft = DraftConfig::default_for(&config, config.vocab as u32 - 1)?;
     let captured = draft.target_layer_ids.clone();
     let shape = TrainShape {
         budget: size.rows * size.len,
@@ -154,7 +154,7 @@ pub fn target_forward(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> 
         let what = format!("the target of {} has layers that this program does not compute", size.shape);
         return Err(Failure::new(Exit::Usage, what, "use another --shape; its drafter's step can be timed with `bench step`"));
     }
-    let draft = DraftConfig::from_target(&config, config.vocab as u32 - 1)?;
+    let draft = DraftConfig::default_for(&config, config.vocab as u32 - 1)?;
     let budget = size.rows * size.len;
     let program = capture_program(DType::BF16, &config, budget, size.rows, &draft.target_layer_ids);
     let store = backend.store(size.gpu)?;
