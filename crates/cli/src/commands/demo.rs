@@ -44,7 +44,7 @@ pub struct Demo {
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 500)]
+    #[arg(long, value_name = "N", default_value_t = 800)]
     steps: u64,
     /// Held-out prompts to decode
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_count)]
