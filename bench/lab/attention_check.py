@@ -479,7 +479,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--parts", default="check,large,block,causal,cached")
     p.add_argument("--small", action="store_true", help="few small shapes, for compute-sanitizer")
-    p.add_argument("--variants", default="", help="comma-separated sets of macros to build and time beside the default, e.g. FORWARD_TURNS=0,FORWARD_KEYS=176")
+    p.add_argument("--variants", default="", help="comma-separated sets of macros to build and time beside the default")
     p.add_argument("--patience", type=int, default=45, help="seconds without progress that end the run; more under compute-sanitizer")
     a = p.parse_args()
     global PATIENCE
@@ -495,8 +495,7 @@ def main():
     d, variants = Driver(), {}
     for tag in tags:
         for f in FILES: d.load(f"{out}/{f}{tag}.cubin", tag)
-        keys = [int(x.split("=")[1]) for x in tag.split("+") if x.startswith("FORWARD_KEYS=")]
-        variants[tag] = Kernels(d, tag, keys[0] if keys else 128)
+        variants[tag] = Kernels(d, tag, 128)
     parts = a.parts.split(",")
     torch.backends.cuda.matmul.allow_tf32 = False
     if "check" in parts:

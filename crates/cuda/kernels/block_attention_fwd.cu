@@ -22,9 +22,6 @@
 // floats; the order of every sum is fixed by shapes and indices, so two runs agree bit for bit. The two paths agree to rounding.
 // Bound: 4*N*B*(mean context + B)*hq*D FLOP against 2*(2*N*B*hq + 2*(T + N*B)*hk)*D bytes: arithmetic, by far.
 // Reference: bench/lab/attention_check.py (float64 PyTorch); source arXiv 2602.06036, online softmax arXiv 2307.08691.
-#ifndef FORWARD_KEYS
-#define FORWARD_KEYS 128
-#endif
 #include "lib/forward_mma.cuh"
 #include "lib/forward_wgmma.cuh"
 
@@ -50,6 +47,6 @@ BLOCK_FWD_MMA(256, 32, 1)
         forward_wgmma<D, N, 2>(rows, &q, &k_ctx, &v_ctx, &k_blk, &v_blk, o, lse, max_blocks * size, hq, hk);                             \
     }
 BLOCK_FWD_WGMMA(64, 128)
-BLOCK_FWD_WGMMA(128, FORWARD_KEYS)
+BLOCK_FWD_WGMMA(128, 128)
 BLOCK_FWD_WGMMA(256, 64)
 #endif

@@ -15,9 +15,6 @@
 //
 // Numerics: as block_attention_fwd.cu. Bound: 2*hq*D*sum(len^2) FLOP: arithmetic.
 // Reference: bench/lab/attention_check.py (float64 PyTorch); source arXiv 2307.08691.
-#ifndef FORWARD_KEYS
-#define FORWARD_KEYS 128
-#endif
 #include "lib/forward_mma.cuh"
 #include "lib/forward_wgmma.cuh"
 
@@ -41,6 +38,6 @@ CAUSAL_FWD_MMA(256, 32, 1)
         forward_wgmma<D, N, 2>(rows, &q, &k, &v, nullptr, nullptr, o, nullptr, tokens, hq, hk);                                          \
     }
 CAUSAL_FWD_WGMMA(64, 128)
-CAUSAL_FWD_WGMMA(128, FORWARD_KEYS)
+CAUSAL_FWD_WGMMA(128, 128)
 CAUSAL_FWD_WGMMA(256, 64)
 #endif

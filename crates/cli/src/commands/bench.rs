@@ -38,7 +38,8 @@ use std::time::Instant;
   drafthorse bench step run.toml
   drafthorse bench step run.toml batch.token_budget=4096 --repeats 5 --json
   drafthorse bench step --shape qwen3-8b --device cuda:0
-  drafthorse bench target --shape llama-3.1-8b --device cuda:0")]
+  drafthorse bench target --shape llama-3.1-8b --device cuda:0
+  drafthorse bench op --shape qwen3-4b --device cuda:0 --json")]
 pub struct Bench {
     #[command(subcommand)]
     what: What,
@@ -50,6 +51,8 @@ enum What {
     Step(Step),
     /// A target's forward at a named shape on a GPU, with its layers captured
     Target(Shaped),
+    /// Every op of a named shape's target and drafter by itself on a GPU
+    Op(Shaped),
 }
 
 /// A named shape with random weights and a packed batch of random samples.
@@ -79,6 +82,13 @@ struct Shaped {
     /// Timed repeats after those that warm up
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
+}
+
+/// What of a named shape is timed.
+enum Part {
+    Step,
+    Target,
+    Ops,
 }
 
 fn at_least(text: &str, least: usize) -> Result<usize, String> {
@@ -147,8 +157,9 @@ struct OpShare {
 pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
     let args = match &args.what {
         What::Step(step) if step.shaped.shape.is_none() => step,
-        What::Step(step) => return on_gpu(&step.shaped, true, screen),
-        What::Target(shaped) => return on_gpu(shaped, false, screen),
+        What::Step(step) => return on_gpu(&step.shaped, Part::Step, screen),
+        What::Target(shaped) => return on_gpu(shaped, Part::Target, screen),
+        What::Op(shaped) => return on_gpu(shaped, Part::Ops, screen),
     };
     let config = load_config(args.config.as_deref().expect("required without --shape"), &args.overrides)?;
     let backend = cpu_backend(&config)?;
@@ -236,7 +247,7 @@ pub fn run(args: &Bench, screen: Screen) -> Result<Exit, Failure> {
 
 /// Times a named shape.
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "a build without GPUs times none"))]
-fn on_gpu(args: &Shaped, is_step: bool, screen: Screen) -> Result<Exit, Failure> {
+fn on_gpu(args: &Shaped, part: Part, screen: Screen) -> Result<Exit, Failure> {
     let Some(shape) = &args.shape else {
         return Err(Failure::new(Exit::Usage, "--shape is missing", "e.g. --shape qwen3-8b --device cuda:0"));
     };
@@ -251,7 +262,24 @@ fn on_gpu(args: &Shaped, is_step: bool, screen: Screen) -> Result<Exit, Failure>
             let &Shaped { rows, len, anchors, micro_blocks, loss_chunk, repeats, .. } = args;
             let gpu = args.device.index();
             let size = gpu::Size { shape, rows, len, anchors, micro_blocks, loss_chunk, repeats, gpu };
-            if is_step { gpu::step(&backend, size, screen) } else { gpu::target_forward(&backend, size, screen) }
+            let mut reports = Vec::new();
+            if matches!(part, Part::Step | Part::Ops) {
+                reports.push(gpu::step(&backend, size, screen)?);
+            }
+            // The ops of a target that this program does not compute are left out of `bench op`, aloud; `bench target` refuses it.
+            if matches!(part, Part::Target) || matches!(part, Part::Ops) && shapes::has_target(shape) {
+                reports.push(gpu::target_forward(&backend, size)?);
+            } else if matches!(part, Part::Ops) {
+                screen.note(format!("note: the target of {shape} is not computed by this program: its drafter's ops alone"));
+            }
+            for report in &reports {
+                gpu::show(report, if matches!(part, Part::Ops) { usize::MAX } else { 24 }, screen)?;
+            }
+            match &reports[..] {
+                [one] => screen.json(one)?,
+                all => screen.json(&all)?,
+            }
+            Ok(Exit::Done)
         }
     }
 }

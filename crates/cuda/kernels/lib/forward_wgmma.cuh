@@ -12,9 +12,6 @@
 #include "fragments.cuh"
 #include "schedule.cuh"
 
-#ifndef FORWARD_TURNS
-#define FORWARD_TURNS 1
-#endif
 #if defined(HOPPER_KERNELS)
 
 // What the feeding thread tells the computing ones about a tile.
@@ -130,7 +127,7 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
     const int computing = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, quad = lane / 4, pair = lane % 4;
     const int row0 = 64 * computing + thread / 32 * 16 + quad;  // the thread's rows of the tile: row0 and row0 + 8
     constexpr int TURN = 2;                                     // named barriers TURN and TURN + 1 pass the right to issue
-    if (FORWARD_TURNS && computing == 1) ptx::barrier_arrive(TURN, 256);         // warpgroup 1 lets warpgroup 0 begin
+    if (computing == 1) ptx::barrier_arrive(TURN, 256);         // warpgroup 1 lets warpgroup 0 begin
 
     const uint64_t q_desc = ptx::matrix_descriptor(q_at + 64 * 128 * computing, 0);
     const uint64_t k_desc = ptx::matrix_descriptor(k_at, 0), v_desc = ptx::matrix_descriptor(v_at, T::KV_PANEL);
@@ -253,11 +250,11 @@ __device__ __forceinline__ void forward_wgmma(const Rows &rows, const TensorMap 
                 ++used;
                 const int k_stage = used % STAGES;
                 ptx::mbarrier_wait(k_full + 8 * k_stage, used / STAGES & 1);
-                if (FORWARD_TURNS) ptx::barrier_sync(TURN + computing, 256);  // waits until the other warpgroup has issued: products of one, softmax of the other
+                ptx::barrier_sync(TURN + computing, 256);  // waits until the other warpgroup has issued: products of one, softmax of the other
                 scores(k_stage);
                 ptx::mbarrier_wait(v_full + 8 * v_stage, v_parity);
                 values(v_stage);
-                if (FORWARD_TURNS) ptx::barrier_arrive(TURN + 1 - computing, 256);  // the other warpgroup may issue
+                ptx::barrier_arrive(TURN + 1 - computing, 256);  // the other warpgroup may issue
                 ptx::wgmma_wait<1>();
                 ptx::wgmma_hold(s);
                 if (lane == 0) {

@@ -47,7 +47,7 @@ pub struct Size<'a> {
 
 /// What was measured.
 #[derive(Debug, Serialize)]
-struct Report {
+pub struct Report {
     what: String,
     shape: String,
     gpu: String,
@@ -85,7 +85,7 @@ struct OpGroup {
 ///
 /// # Errors
 /// When the shape is unknown or the device fails.
-pub fn step(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> Result<Exit, Failure> {
+pub fn step(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> Result<Report, Failure> {
     let begun = Instant::now();
     let (config, _) = target(size.shape, size.len + 64)?;
     let draft = DraftConfig::default_for(&config, config.vocab as u32 - 1)?;
@@ -140,14 +140,14 @@ pub fn step(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> Result<Exi
     let useful = step_flops(&config, &draft, size);
     let program = Arc::clone(&drafter.program().program);
     let run = Timed { what, size, times, losses, first_s, load_s, useful, seen: before.free - after.free };
-    show(drafter.exec(), &program, &slot, &times_of, run, screen)
+    report(drafter.exec(), &program, &slot, &times_of, run)
 }
 
 /// Times the target's forward with its layers captured.
 ///
 /// # Errors
 /// When the shape is unknown or no target of this program, or the device fails.
-pub fn target_forward(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> Result<Exit, Failure> {
+pub fn target_forward(backend: &CudaBackend, size: Size<'_>) -> Result<Report, Failure> {
     let begun = Instant::now();
     let (config, own) = target(size.shape, size.len)?;
     if !own {
@@ -179,7 +179,7 @@ pub fn target_forward(backend: &CudaBackend, size: Size<'_>, screen: Screen) -> 
     let what = format!("target forward, {} x {} tokens, {} layers captured", size.rows, size.len, draft.target_layer_ids.len());
     let useful = target_flops(&config, &draft, size);
     let run = Timed { what, size, times, losses: Vec::new(), first_s, load_s, useful, seen: before.free - after.free };
-    show(&mut exec, &program.program, &slot, &|_| 1, run, screen)
+    report(&mut exec, &program.program, &slot, &|_| 1, run)
 }
 
 /// The yardstick's count: forward, dX, dW of the draft tokens, fusion without dX, context K and V, frozen head with dX, attention 3.5 times forward.
@@ -214,20 +214,19 @@ struct Timed<'a> {
     seen: u64,
 }
 
-fn show(
+fn report(
     exec: &mut CudaExecutor,
     program: &Program,
     slot: &CudaSlot,
     times_of: &dyn Fn(PhaseId) -> usize,
     run: Timed<'_>,
-    screen: Screen,
-) -> Result<Exit, Failure> {
+) -> Result<Report, Failure> {
     let (ops, rate) = op_groups(exec, program, slot, times_of)?;
     let mut times = run.times;
     times.sort_by(f64::total_cmp);
     let median_ms = times[times.len() / 2];
     let useful_rate = run.useful / median_ms / 1e9;
-    let report = Report {
+    Ok(Report {
         what: run.what,
         shape: run.size.shape.to_owned(),
         gpu: exec.store().device().name.clone(),
@@ -248,7 +247,14 @@ fn show(
         regions: Region::ALL.into_iter().map(|r| (r.title(), exec.plan().bytes(r) as u64)).collect(),
         losses: run.losses,
         ops,
-    };
+    })
+}
+
+/// Prints a report, with the longest `ops` ops.
+///
+/// # Errors
+/// When the output is closed.
+pub fn show(report: &Report, ops: usize, screen: Screen) -> Result<(), Failure> {
     screen.say(format!(
         "{} {} on {}\ntime       {:.1} ms (min {:.1}, max {:.1}), {:.0} tokens/s\nuseful     {:.0} TFLOP/s; its matrix products alone run at {:.0}; share {:.1} %\nstart      first ended {} after launch, {} of it loading; {} products timed\nmemory     {} planned, {} a slot, {} beside; {} seen",
         report.shape, report.what, report.gpu, report.median_ms, report.min_ms, report.max_ms, report.tokens_per_s,
@@ -260,14 +266,13 @@ fn show(
         screen.say(format!("loss       {first:.4} to {last:.4} on the repeated batch"))?;
     }
     screen.say("        us  times   TFLOP/s  TB/s  op")?;
-    for g in report.ops.iter().take(24) {
+    for g in report.ops.iter().take(ops) {
         screen.say(format!(
             "{:>10.1} x {:>4} {:>9.0} {:>5.2}  {} {}",
             g.us, g.times, g.tflop_per_s, g.tbyte_per_s, g.phase, g.op
         ))?;
     }
-    screen.json(&report)?;
-    Ok(Exit::Done)
+    Ok(())
 }
 
 /// Every op by itself, grouped by name and shape, the longest first; and the rate of the matrix products, TFLOP/s.

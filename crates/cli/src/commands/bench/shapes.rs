@@ -63,6 +63,11 @@ pub fn target(name: &str, positions: usize) -> Result<(TargetConfig, bool), Fail
     Ok((TargetConfig::parse(Path::new(name), &map)?, own))
 }
 
+/// Whether the target of this shape can be timed.
+pub fn has_target(name: &str) -> bool {
+    target(name, 0).is_ok_and(|(_, own)| own)
+}
+
 /// SplitMix64, one stream per key.
 struct Rng(u64);
 
