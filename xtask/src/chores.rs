@@ -102,6 +102,6 @@ pub fn test_gpu() -> Done {
     if tree.stems("crates/cuda/tests", "rs").is_empty() {
         return Err("crates/cuda has no tests yet, so nothing was tested".into());
     }
-    let mut test = cargo(&["test", "--release", "--package", "drafthorse-cuda"]);
+    let mut test = cargo(&["test", "--release", "--package", "drafthorse-cuda", "--package", "drafthorse-seed"]);
     call(test.env("DRAFTHORSE_DEVICE_REQUIRED", "1").env("DRAFTHORSE_KERNELS", "required"))
 }

@@ -10,7 +10,6 @@ use drafthorse_graph::op::Embed;
 use drafthorse_graph::{DType, ExecError, Executor, HostMut, HostRef, Program, Role, SlotArg};
 use drafthorse_testkit::op_suite::{Case, MiniDrafterOptions, mini_drafter, suite};
 use drafthorse_testkit::oracle::Value;
-use std::collections::HashMap;
 use std::sync::Arc;
 
 fn drafter() -> Case {
@@ -63,38 +62,6 @@ fn after_prepare_nothing_is_allocated_or_timed_and_every_phase_is_one_graph() {
     let mut again = executor(&case, &store, &Options { algorithms: Arc::clone(&options.algorithms), ..options.clone() }).unwrap();
     again.prepare().unwrap();
     assert_eq!(again.products_timed(), 0, "the second executor finds every algorithm in the table");
-}
-
-#[test]
-fn threads_prepare_and_replay_together_and_agree_bit_for_bit() {
-    let Some(store) = store("concurrent capture") else { return };
-    let case = drafter();
-    let options = options();
-    let run = || {
-        let mut exec = executor(&case, &store, &options).unwrap();
-        exec.prepare().unwrap();
-        fill(&mut exec, &case);
-        for _ in 0..100 {
-            for &phase in &case.phases {
-                exec.run(phase, SlotArg::None).unwrap();
-            }
-        }
-        let weights = case.program.of_role(Role::Weight);
-        let mut all = HashMap::new();
-        for t in weights {
-            let mut v = vec![0.0f32; case.program.get(t).len()];
-            exec.read(t, HostMut::F32(&mut v)).unwrap();
-            all.insert(t, v.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
-        }
-        all
-    };
-    let alone = run();
-    std::thread::scope(|scope| {
-        let together: Vec<_> = (0..8).map(|_| scope.spawn(run)).collect();
-        for thread in together {
-            assert!(thread.join().unwrap() == alone, "a thread's weights differ");
-        }
-    });
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //! Job: the demo's chats as a dataset, a config of seconds, one run of it. Refuses to judge. Invariant: everything goes through the
 //! public interface that the command line uses.
 
+pub mod gpu;
+
 use drafthorse_data::prepare::{PrepareOptions, prepare};
 use drafthorse_data::tokenize::ChatTokenizer;
 use drafthorse_telemetry::{Event, Recorder};
