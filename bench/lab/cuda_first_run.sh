@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first thing to run on a GPU machine that has no cargo: carried binaries of the op suite and of drafthorse itself, then a compact table.
 #
-# usage: bench/lab/cuda_first_run.sh FOLDER   with FOLDER holding op_suite, executor and drafthorse (bench/lab/cuda_pack.sh makes it)
+# usage: bench/lab/cuda_first_run.sh FOLDER   with FOLDER as bench/lab/cuda_pack.sh makes it
 # Full logs go to $OUT (or a temporary folder). Exit code 1 when a test failed; the bench runs all the same.
 set -uo pipefail
 bin=$(cd "$1" && pwd)
@@ -24,7 +24,7 @@ part 60 op_suite_common "$bin/op_suite" --test-threads=1 --nocapture every_case
 for dim in 64 128 256; do part 30 "attention_$dim" "$bin/op_suite" --test-threads=1 --nocapture "attention_with_heads_of_$dim"; done
 part 40 attention_mma "$bin/op_suite" --test-threads=1 --nocapture attention_without_wgmma
 part 60 capture "$bin/op_suite" --test-threads=1 --nocapture captured_graphs
-part 60 executor "$bin/executor" --test-threads=1 --nocapture
+for name in executor concurrent_capture memory_volatile missing_kernel; do part 60 $name "$bin/$name" --test-threads=1 --nocapture; done
 part 90 doctor "$bin/drafthorse" doctor
 if [ -z "${TESTS_ONLY:-}" ]; then
 for micro in 512 344 256; do part 90 "step_8b_$micro" "$bin/drafthorse" bench step --shape qwen3-8b --device cuda:0 --micro-blocks $micro --repeats 8; done
@@ -32,7 +32,7 @@ part 90 step_27b "$bin/drafthorse" bench step --shape qwen3.6-27b --device cuda:
 part 90 target_8b "$bin/drafthorse" bench target --shape qwen3-8b --device cuda:0 --repeats 6
 part 90 target_llama "$bin/drafthorse" bench target --shape llama-3.1-8b --device cuda:0 --repeats 6
 fi
-for name in op_suite_common attention_64 attention_128 attention_256 attention_mma capture executor; do
+for name in op_suite_common attention_64 attention_128 attention_256 attention_mma capture executor concurrent_capture memory_volatile missing_kernel; do
     if grep -qE 'panicked|FAILED|error' "$log/$name.log"; then
         echo "-- $name"
         grep -vE '^(running|test result|failures:|$)' "$log/$name.log" | cut -c1-400 | head -25

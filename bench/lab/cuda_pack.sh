@@ -12,9 +12,9 @@ import json, sys
 for line in sys.stdin:
     m = json.loads(line)
     if m.get("executable") and m["target"]["name"] == sys.argv[1]: print(m["executable"])' "$1" | tail -1; }
-messages=$(cargo build ${PACK_FLAGS:---release} --package drafthorse-cuda --tests --message-format=json
+messages=$(cargo build ${PACK_FLAGS:---release} --package drafthorse-cuda --package drafthorse-seed --tests --message-format=json
     cargo build ${PACK_FLAGS:---release} --package drafthorse --features cuda --message-format=json)
-for name in op_suite executor drafthorse; do
+for name in op_suite executor concurrent_capture memory_volatile missing_kernel drafthorse; do
     cp "$(echo "$messages" | pick "$name")" "$out/$name"
     strip "$out/$name"
 done
