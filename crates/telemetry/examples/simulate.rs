@@ -114,6 +114,7 @@ fn pipeline(scenario: &str, step: u64, step_ms: f64) -> Pipeline {
         slots: (0..DRAFTERS)
             .map(|i| SlotSample { worker: format!("drafter {i}"), free: 1, filled: filled(i), total: 4 })
             .collect(),
+        progress: 16 * step,
     }
 }
 

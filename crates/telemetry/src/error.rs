@@ -52,6 +52,14 @@ pub enum TelemetryError {
         /// The reason that the system gave.
         source: std::io::Error,
     },
+    /// A run elsewhere cannot be followed at the moment.
+    #[error("{from} is away: {reason}\nit is tried again by itself")]
+    Away {
+        /// What is followed.
+        from: String,
+        /// Why it is away.
+        reason: String,
+    },
     /// The terminal could not be drawn on.
     #[error("cannot draw on the terminal: {source}\nuse --json, or a terminal with cursor control")]
     Terminal {

@@ -5,6 +5,8 @@
 //! `"NaN"`, `"Infinity"` or `"-Infinity"` (JSON has no such numbers, and a loss that is NaN must survive the journey);
 //! an event written by this version is read back equal.
 
+use crate::float;
+use crate::float::list as floats;
 use serde::{Deserialize, Serialize};
 
 /// Version of the event and status format. It grows when a reader of the older format would misunderstand a line.
@@ -251,6 +253,9 @@ pub struct Pipeline {
     /// Fill of the slots now, per drafter.
     #[serde(default)]
     pub slots: Vec<SlotSample>,
+    /// Units of work that all workers have done so far in this launch (micro-batches, batches, …); what grows here is progress.
+    #[serde(default)]
+    pub progress: u64,
 }
 
 /// The kinds of stage, in the order in which a batch meets them.
@@ -449,70 +454,6 @@ pub struct Done {
     pub tau: Option<f64>,
 }
 
-/// Floats in JSON: numbers when finite, else one of three strings that `Number()` of JavaScript and `float()` of Python read.
-pub(crate) mod float {
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    pub(super) enum Either {
-        Number(f64),
-        Text(String),
-    }
-
-    pub(super) fn text_of(value: f64) -> &'static str {
-        if value.is_nan() {
-            "NaN"
-        } else if value > 0.0 {
-            "Infinity"
-        } else {
-            "-Infinity"
-        }
-    }
-
-    pub(super) fn value_of<E: Error>(either: Either) -> Result<f64, E> {
-        match either {
-            Either::Number(value) => Ok(value),
-            Either::Text(text) => match text.as_str() {
-                "NaN" => Ok(f64::NAN),
-                "Infinity" => Ok(f64::INFINITY),
-                "-Infinity" => Ok(f64::NEG_INFINITY),
-                other => Err(E::custom(format!("`{other}` is not a number"))),
-            },
-        }
-    }
-
-    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        if value.is_finite() { serializer.serialize_f64(*value) } else { serializer.serialize_str(text_of(*value)) }
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        value_of(Either::deserialize(deserializer)?)
-    }
-}
-
-/// Lists of floats, by the rule of [`float`].
-pub(crate) mod floats {
-    use super::float::{Either, text_of, value_of};
-    use serde::{Deserialize, Deserializer, Serializer, ser::SerializeSeq};
-
-    pub fn serialize<S: Serializer>(values: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
-        let mut seq = serializer.serialize_seq(Some(values.len()))?;
-        for value in values {
-            if value.is_finite() {
-                seq.serialize_element(value)?;
-            } else {
-                seq.serialize_element(text_of(f64::from(*value)))?;
-            }
-        }
-        seq.end()
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f32>, D::Error> {
-        Vec::<Either>::deserialize(deserializer)?.into_iter().map(|either| value_of(either).map(|value| value as f32)).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -542,6 +483,7 @@ mod tests {
             stages: vec![stage],
             channels: vec![ChannelSample { name: "batches".into(), depth: 1, capacity: 4 }],
             slots: vec![SlotSample { worker: "drafter 0".into(), free: 1, filled: 2, total: 4 }],
+            progress: 17,
         };
         vec![
             Event::Run(Identity { build_id: "b".into(), total_steps: Some(9), ..Default::default() }),

@@ -7,10 +7,11 @@
 
 use crate::error::TelemetryError;
 use crate::event::SCHEMA_VERSION;
-use crate::follow::LineTail;
+use crate::follow::{LineTail, read_status};
 use crate::page::page_html;
 use crate::prometheus::exposition;
 use crate::recorder::{EVENTS_FILE, StatusReader, Telemetry};
+use crate::status::Status;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -101,21 +102,28 @@ impl HttpServer {
     /// # Errors
     /// If the port is taken, the file cannot be written, or a thread cannot be started.
     pub fn start(telemetry: &Telemetry, port: u16) -> Result<HttpServer, TelemetryError> {
+        HttpServer::serve(Told::Live(telemetry.status_reader()), telemetry.run_dir(), telemetry.run_dir(), port)
+    }
+
+    /// Serves what the files of the run folder `run_dir` say, for a run that another process or machine writes; `http.json` goes to `info_dir`.
+    ///
+    /// # Errors
+    /// As [`HttpServer::start`].
+    pub fn start_for_folder(run_dir: &Path, info_dir: &Path, port: u16) -> Result<HttpServer, TelemetryError> {
+        HttpServer::serve(Told::Folder(run_dir.to_owned()), run_dir, info_dir, port)
+    }
+
+    fn serve(status: Told, run_dir: &Path, info_dir: &Path, port: u16) -> Result<HttpServer, TelemetryError> {
         let bind = |source| TelemetryError::Bind { port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(bind)?;
         let port = listener.local_addr().map_err(bind)?.port();
         let token = new_token()?;
         let url = format!("http://127.0.0.1:{port}/?token={token}");
         let info = HttpInfo { v: SCHEMA_VERSION, port, token: token.clone(), url, pid: std::process::id() };
-        let info_path = telemetry.run_dir().join(HTTP_FILE);
+        let info_path = info_dir.join(HTTP_FILE);
         write_private(&info_path, &info)?;
         let stop = Arc::new(Stop::default());
-        let service = Arc::new(Service {
-            status: telemetry.status_reader(),
-            events: telemetry.run_dir().join(EVENTS_FILE),
-            token,
-            stop: stop.clone(),
-        });
+        let service = Arc::new(Service { status, events: run_dir.join(EVENTS_FILE), token, stop: stop.clone() });
         let acceptor = std::thread::Builder::new()
             .name("telemetry-http".into())
             .spawn(move || accept(&listener, &service))
@@ -219,8 +227,24 @@ fn close(stream: &mut TcpStream) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
+/// Where the status comes from.
+enum Told {
+    Live(StatusReader),
+    Folder(PathBuf),
+}
+
+impl Told {
+    /// The latest status; an empty one while a folder has none that can be read.
+    fn get(&self) -> Arc<Status> {
+        match self {
+            Told::Live(reader) => reader.get(),
+            Told::Folder(dir) => Arc::new(read_status(dir).ok().flatten().unwrap_or_default()),
+        }
+    }
+}
+
 struct Service {
-    status: StatusReader,
+    status: Told,
     events: PathBuf,
     token: String,
     stop: Arc<Stop>,

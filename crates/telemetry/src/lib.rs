@@ -6,7 +6,9 @@
 
 mod error;
 mod event;
+mod float;
 mod follow;
+mod gpus;
 mod history;
 mod http;
 mod page;
@@ -23,6 +25,7 @@ pub use event::{
     MemoryPart, Phase, Pipeline, Plan, SCHEMA_VERSION, SlotSample, StageKind, StageSample, Step, Stopped, Warning,
 };
 pub use follow::{LineTail, Lines, RunFolder, Source, Update, read_status};
+pub use gpus::{GpuWatch, parse_gpus, read_gpus};
 pub use history::{History, Series};
 pub use http::{HTTP_FILE, HttpInfo, HttpServer, MAX_CONNECTIONS, read_http_info};
 pub use page::{page_dump, page_html};

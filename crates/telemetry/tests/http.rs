@@ -167,3 +167,23 @@ fn connections_beyond_the_limit_are_turned_away() {
     assert_eq!(get(info, &format!("/status?token={}", info.token), "").0, 503);
     drop(held);
 }
+
+#[test]
+fn a_folder_that_another_process_writes_is_served_the_same() {
+    let run = start();
+    run.telemetry.recorder().record(step(7));
+    while run.telemetry.status().step.is_none() || read_status(run.dir.path()).unwrap().is_none_or(|s| s.step.is_none()) {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let own = tempfile::tempdir().unwrap();
+    let server = HttpServer::start_for_folder(run.dir.path(), own.path(), 0).unwrap();
+    let info = server.info();
+    let (code, status) = get(info, &format!("/status?token={}", info.token), "");
+    assert_eq!(code, 200);
+    assert_eq!(serde_json::from_str::<Status>(&status).unwrap().step.unwrap().step, 7);
+    let stream = open(info, &format!("GET /events?token={} HTTP/1.1\r\n\r\n", info.token));
+    assert_eq!(ids(&read_events(stream, |event| event.1 == "2")), [1, 2]);
+    // The run's own server keeps its file.
+    assert_eq!(read_http_info(run.dir.path()).unwrap().as_ref(), Some(run.server.info()));
+    assert_eq!(read_http_info(own.path()).unwrap().as_ref(), Some(info));
+}

@@ -27,7 +27,7 @@ use drafthorse_graph::Executor;
 use drafthorse_models::draft_json::Format;
 use drafthorse_models::export::Verifier;
 use drafthorse_telemetry::Recorder;
-use drafthorse_telemetry::{Event, Export, HeldOut, Step};
+use drafthorse_telemetry::{Event, Export, HeldOut, Pipeline, Step};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -96,6 +96,8 @@ pub struct Shared<'a, B: Backend> {
     pub conveyor: &'a Conveyor<Packet, <B::Exec as Executor>::Slot>,
     /// Who does what.
     pub board: &'a Board,
+    /// What the board showed when it was last told; one memory for steps and for the looks between them, so that no time counts twice.
+    pub stages: &'a Mutex<Stages>,
     /// Checkpoints to resume from, per variant.
     pub loaded: &'a Mutex<Vec<Option<Arc<Loaded>>>>,
     /// First step of this launch.
@@ -112,6 +114,13 @@ pub struct Shared<'a, B: Backend> {
     pub diverged: &'a AtomicBool,
     /// How each drafter ended.
     pub ends: &'a Mutex<Vec<Option<End>>>,
+}
+
+/// Where everything stands, and how time went since the last look.
+pub fn look<S: Send + Sync + 'static>(stages: &Mutex<Stages>, board: &Board, conveyor: &Conveyor<Packet, S>) -> Pipeline {
+    let layout = conveyor.layout();
+    let mut stages = stages.lock().unwrap_or_else(PoisonError::into_inner);
+    stages.sample(board, &conveyor.counters(), layout.queue_depth, layout.slots_per_pool())
 }
 
 impl<B: Backend> Shared<'_, B> {
@@ -263,7 +272,6 @@ pub fn drafter_loop<B: Backend>(
         meta,
         held_out: None,
         lost: None,
-        stages: Stages::default(),
         last_step: Instant::now(),
     };
     entrant.pass()?;
@@ -286,7 +294,6 @@ struct Worker<'a, B: Backend> {
     meta: Meta,
     held_out: Option<Tally>,
     lost: Option<String>,
-    stages: Stages,
     last_step: Instant,
 }
 
@@ -447,8 +454,7 @@ impl<B: Backend> Worker<'_, B> {
         votes.iter().for_each(|v| tally.merge(&v.tally));
         let sum = |f: fn(&Vote) -> u64| votes.iter().map(f).sum::<u64>();
         let seconds = self.last_step.elapsed().as_secs_f64();
-        let layout = shared.conveyor.layout();
-        let pipeline = self.stages.sample(shared.board, &shared.conveyor.counters(), layout.queue_depth, layout.slots_per_pool());
+        let pipeline = look(shared.stages, shared.board, shared.conveyor);
         shared.recorder.record(Event::Step(Step {
             step: step + 1,
             epoch: u64::from(round.epoch),

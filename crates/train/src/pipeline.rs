@@ -119,6 +119,7 @@
 //!     every: Duration::from_millis(200),
 //!     grace: Duration::from_secs(10),
 //!     on_alarm: Box::new(|alarm| match alarm {
+//!         Alarm::Look => {}
 //!         Alarm::Stalled(cause) => eprintln!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()),
 //!         Alarm::Overslept(late) => eprintln!("stood still for {late:?}: counting anew"),
 //!         Alarm::NotComingBack(names) => { eprintln!("stuck: {names:?}"); std::process::exit(7) }

@@ -6,7 +6,7 @@
 
 use crate::checkpoint::{self, CheckpointError, Loaded, Meta, Snapshot};
 use crate::frozen::Backend;
-use crate::loops::{Loop, Packet, Shared, Vote, drafter_loop, prefetcher, target_loop};
+use crate::loops::{Loop, Packet, Shared, Vote, drafter_loop, look, prefetcher, target_loop};
 use crate::metrics::Tally;
 use crate::pipeline::board::{Board, Watchdog};
 use crate::pipeline::cancel::{Cancel, Cause, Kind};
@@ -16,6 +16,7 @@ use crate::pipeline::gate::{Gate, GateEvent, Limits, Phase, Role};
 use crate::pipeline::layout::{Assignment, Layout, Mode};
 use crate::pipeline::reduce::{AllReduce, CHUNK, Meeting};
 use crate::setup::Setup;
+use crate::stages::Stages;
 use crate::state::{StateError, check_init};
 use drafthorse_telemetry::Recorder;
 use drafthorse_telemetry::{Checkpoint, Done, Event, Failure, Gate as GateOpen, Phase as PhaseEvent, Stopped};
@@ -24,6 +25,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
+
+/// Longest time for which telemetry is not told where the stages stand, however long a step takes.
+const PULSE: Duration = Duration::from_secs(2);
 
 /// What the caller decides about a launch.
 #[derive(Clone, Debug)]
@@ -239,6 +243,7 @@ pub fn train<B: Backend>(
     let (snapshots, written) = mpsc::sync_channel::<(PathBuf, Snapshot, &'static str)>(0);
     // Owned out here: if the writer fails, its error is the cause before any sender can notice that it is gone.
     let written = Mutex::new(written);
+    let stages = Mutex::new(Stages::default());
     let shared = Shared {
         setup,
         backend,
@@ -247,6 +252,7 @@ pub fn train<B: Backend>(
         cancel,
         conveyor: &conveyor,
         board: &board,
+        stages: &stages,
         loaded: &loaded,
         start_step,
         sweep,
@@ -262,6 +268,12 @@ pub fn train<B: Backend>(
         every: Duration::from_millis(200),
         grace,
         on_alarm: Box::new(|alarm| match alarm {
+            // Said between steps too, so that a long step is not taken for a stall.
+            Alarm::Look => {
+                if gate.is_open() && stages.lock().unwrap_or_else(PoisonError::into_inner).is_old(&board, PULSE) {
+                    recorder.record(Event::Pipeline(look(&stages, &board, &conveyor)));
+                }
+            }
             Alarm::Stalled(cause) => {
                 recorder.warn("stalled", format!("{cause}\n{}", cause.report.as_deref().unwrap_or_default()));
             }

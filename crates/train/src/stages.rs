@@ -8,6 +8,7 @@ use crate::pipeline::conveyor::Counters;
 use crate::pipeline::flow::{ROOM, SLOT_OF_DRAFTER, SLOT_OF_POOL};
 use drafthorse_telemetry::{ChannelSample, Pipeline, SlotSample, StageKind, StageSample};
 use std::collections::HashMap;
+use std::time::Duration;
 
 /// Remembers the last look.
 #[derive(Default)]
@@ -20,12 +21,19 @@ pub struct Stages {
 const BLOCKED: [&str; 3] = [ROOM, SLOT_OF_DRAFTER, SLOT_OF_POOL];
 
 impl Stages {
+    /// Whether the last look is longer ago than `age`.
+    pub fn is_old(&self, board: &Board, age: Duration) -> bool {
+        board.now_ns().saturating_sub(self.last_ns) > u64::try_from(age.as_nanos()).unwrap_or(u64::MAX)
+    }
+
     /// What happened since the last look.
     pub fn sample(&mut self, board: &Board, counters: &Counters, queue_depth: usize, slots_per_pool: usize) -> Pipeline {
         let now = board.now_ns();
         let interval_ms = ms(now.saturating_sub(std::mem::replace(&mut self.last_ns, now)));
         let mut stages = Vec::new();
+        let mut progress = 0;
         for view in board.snapshot() {
+            progress += view.progress;
             let Some(stage) = kind(&view.name) else { continue };
             let busy: u64 = view.busy_ns.values().sum();
             let (mut wait, mut blocked) = (0, 0);
@@ -62,7 +70,7 @@ impl Stages {
                 total: slots_per_pool as u64,
             })
             .collect();
-        Pipeline { interval_ms, stages, channels, slots }
+        Pipeline { interval_ms, stages, channels, slots, progress }
     }
 }
 
@@ -82,7 +90,29 @@ mod tests {
     use crate::pipeline::cancel::Cancel;
     use crate::pipeline::conveyor::Conveyor;
     use crate::pipeline::layout::{Assignment, Batch, Layout, Mode};
-    use std::time::Duration;
+
+    #[test]
+    fn work_between_two_steps_shows_and_a_look_grows_old() {
+        let clock = std::sync::Arc::new(crate::pipeline::board::ManualClock::default());
+        let board = Board::new(clock.clone());
+        let cancel = Cancel::new();
+        let layout = Layout { targets: 1, drafters: 1, mode: Mode::Replicas, assignment: Assignment::FirstFree, queue_depth: 4 };
+        let conveyor = Conveyor::<Numbered, ()>::new(layout, &cancel, &board).unwrap();
+        let drafter = board.register("drafter 0", None);
+        let (mut stages, second) = (Stages::default(), Duration::from_secs(1));
+        let look = |stages: &mut Stages| stages.sample(&board, &conveyor.counters(), 4, 1);
+        look(&mut stages);
+        assert!(!stages.is_old(&board, second));
+        clock.advance(2 * second);
+        assert!(stages.is_old(&board, second), "a long step");
+        drafter.busy("training");
+        drafter.advance(3);
+        clock.advance(second);
+        let (first, again) = (look(&mut stages), look(&mut stages));
+        assert_eq!((first.progress, again.progress), (3, 3));
+        assert_eq!((first.interval_ms, first.stages[0].busy_ms, again.stages[0].busy_ms), (3_000.0, 1_000.0, 0.0));
+        assert!(!stages.is_old(&board, second));
+    }
 
     struct Numbered(u64);
 

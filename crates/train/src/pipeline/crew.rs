@@ -46,6 +46,8 @@ impl Error for RunError {}
 
 /// What the crew tells while it watches.
 pub enum Alarm<'a> {
+    /// All is well: one look at the board has passed. Whoever keeps a record can say where everything stands.
+    Look,
     /// The watchdog has fired and cancelled the run; the cause holds the report of where every stage stands.
     Stalled(&'a Cause),
     /// The watch itself came this late, so the process stood still (a stop signal, a sleeping machine): standstill is counted anew from now on.
@@ -220,6 +222,8 @@ fn keep_watch(shared: &Shared, mut watch: Watch<'_>) {
         }
         if let Some(cause) = watch.watchdog.poll() {
             (watch.on_alarm)(Alarm::Stalled(&cause));
+        } else if !shared.cancel.is_cancelled() {
+            (watch.on_alarm)(Alarm::Look);
         }
         if shared.cancel.is_cancelled() {
             let since = *cancelled_at.get_or_insert_with(Instant::now);
