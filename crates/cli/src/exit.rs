@@ -10,6 +10,7 @@ use drafthorse_models::config_fields::ConfigError as ModelConfigError;
 use drafthorse_models::draft_config::DraftError;
 use drafthorse_models::draft_folder::DraftFolderError;
 use drafthorse_models::export::ExportError;
+use drafthorse_remote::RemoteError;
 use drafthorse_telemetry::TelemetryError;
 use drafthorse_train::checkpoint::CheckpointError;
 use drafthorse_train::config::ConfigError;
@@ -61,6 +62,11 @@ impl Exit {
     /// The number that the shell sees.
     pub fn code(self) -> u8 {
         self as u8
+    }
+
+    /// The end that has this number.
+    pub fn from_code(code: i32) -> Option<Exit> {
+        Exit::ALL.into_iter().find(|e| i32::from(e.code()) == code)
     }
 
     /// What it means, in a few words.
@@ -334,6 +340,36 @@ impl Classified for ResumeError {
     }
 }
 
+impl Classified for RemoteError {
+    fn exit(&self) -> Exit {
+        match self {
+            RemoteError::Io { source, .. } => exit_of_io(source),
+            RemoteError::NoSpace { .. } | RemoteError::DiskFull { .. } => Exit::DoesNotFit,
+            RemoteError::NotStarted { code, .. } => code.and_then(Exit::from_code).unwrap_or(Exit::Device),
+            RemoteError::NotStopped { .. } => Exit::Stalled,
+            RemoteError::Telemetry(e) => e.exit(),
+            RemoteError::NoProgram { .. }
+            | RemoteError::Unreachable { .. }
+            | RemoteError::Lost { .. }
+            | RemoteError::Garbled { .. }
+            | RemoteError::NoTools { .. }
+            | RemoteError::Failed { .. }
+            | RemoteError::WrongArchitecture { .. }
+            | RemoteError::OldGlibc { .. }
+            | RemoteError::NoDriver { .. }
+            | RemoteError::WrongHash { .. } => Exit::Device,
+            RemoteError::Destinations { .. }
+            | RemoteError::Changed { .. }
+            | RemoteError::WrongFilesystem { .. }
+            | RemoteError::StaleEntry { .. }
+            | RemoteError::OtherConfig { .. }
+            | RemoteError::NotYourCode { .. }
+            | RemoteError::Unknown { .. }
+            | RemoteError::Busy { .. } => Exit::BadInput,
+        }
+    }
+}
+
 impl Classified for RunFailure {
     fn exit(&self) -> Exit {
         match self {
@@ -465,6 +501,13 @@ mod tests {
                 "resume from a damaged checkpoint",
                 RunFailure::from(CheckpointError::Damaged { path: path(), what: text() }).into(),
             ),
+            ("no such destination", RemoteError::Destinations { path: path(), what: text(), todo: text() }.into()),
+            ("connection lost", RemoteError::Lost { place: text(), doing: text() }.into()),
+            ("far disk full", RemoteError::DiskFull { place: text(), file: text(), at: 1 }.into()),
+            ("another build runs", RemoteError::NotYourCode { what: text(), todo: text() }.into()),
+            ("launch diverged at once", RemoteError::NotStarted { what: text(), code: Some(6), todo: text() }.into()),
+            ("launch killed at once", RemoteError::NotStarted { what: text(), code: None, todo: text() }.into()),
+            ("run that cannot be killed", RemoteError::NotStopped { what: text(), todo: text() }.into()),
             ("standard output on a full disk", Failure::output(&full())),
             ("reader of standard output gone", Failure::output(&io_of(io::ErrorKind::BrokenPipe))),
         ];

@@ -5,10 +5,15 @@
 
 use crate::build_id::BUILD_ID;
 use crate::device::{self, Device, Opened};
+use crate::estimate::{self, Placement, Programs, available_memory};
 use crate::exit::{Exit, Failure, exit_of_cause};
+use crate::screen::Screen;
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
-use drafthorse_telemetry::{Event, Identity, Options as TelemetryOptions, Subscription, Telemetry, unix_ms};
+use drafthorse_telemetry::{
+    DevicePlan, Event, GpuWatch, HttpServer, Identity, MemoryPart, Options as TelemetryOptions, Plan, Subscription, Telemetry,
+    unix_ms,
+};
 use drafthorse_train::checkpoint::newest;
 use drafthorse_train::config::RunConfig;
 use drafthorse_train::frozen::{Backend, CpuBackend};
@@ -82,6 +87,27 @@ pub struct Launch<'a> {
     pub resumed_from: Option<u64>,
     /// Identity of this launch.
     pub run_id: String,
+    /// Port of the live page on 127.0.0.1 (0: any free one), if one is wanted.
+    pub http: Option<u16>,
+}
+
+/// What the run will use, by the same plan that `drafthorse plan` prints.
+fn plan_event(setup: &Setup) -> Plan {
+    let p = &setup.config.pipeline;
+    let kind = if p.device == "cuda" { estimate::Kind::Gpu } else { estimate::Kind::Cpu };
+    let placement = Placement { targets: p.targets.clone(), drafters: p.drafters.clone() };
+    let memory = Programs::new(setup, &setup.config.batch, kind).memory(&placement, setup.variants[0].name.is_some());
+    let capacity_bytes = if kind == estimate::Kind::Cpu { available_memory() } else { None };
+    let devices = memory
+        .into_iter()
+        .map(|d| DevicePlan {
+            device: d.device,
+            planned_bytes: d.total_bytes,
+            capacity_bytes,
+            parts: d.parts.into_iter().map(|p| MemoryPart { name: p.name, size_bytes: p.size_bytes }).collect(),
+        })
+        .collect();
+    Plan { devices, total_steps: Some(setup.total_steps), predicted_tokens_per_s: None }
 }
 
 /// What a launch checks before it begins, without beginning; gives what a person should know.
@@ -141,6 +167,7 @@ pub fn launch<B: Backend>(
     launch: Launch<'_>,
     backend: &B,
     cancel: &Cancel,
+    screen: Screen,
     watch: impl FnOnce(Subscription) + Send,
 ) -> Result<Outcome, Failure> {
     let setup = launch.setup;
@@ -165,9 +192,23 @@ pub fn launch<B: Backend>(
         total_steps: Some(setup.total_steps),
         resumed_from_step: launch.resumed_from,
     }));
+    recorder.record(Event::Plan(plan_event(setup)));
+    let server = launch.http.map(|port| HttpServer::start(&telemetry, port)).transpose()?;
+    if let Some(server) = &server {
+        screen.note(format!("live page  {} (this machine only)", server.info().url));
+    }
+    let gpus = if setup.config.pipeline.device == "cuda" { GpuWatch::start(recorder.clone()) } else { None };
+    if setup.config.pipeline.device == "cuda" && gpus.is_none() {
+        recorder.warn(
+            "no_gpu_readings",
+            "nvidia-smi is not there, so GPU use, power and temperature are not recorded\nput it on PATH",
+        );
+    }
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(events));
         let outcome = train(setup, backend, &options, resume, &recorder, cancel);
+        drop(gpus);
+        drop(server);
         // The writer ends first, which ends the watcher's events; the run's own result matters more than telemetry's.
         let closed = telemetry.shutdown();
         if let Err(panic) = watcher.join() {

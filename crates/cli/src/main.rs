@@ -5,12 +5,14 @@
 
 mod build_id;
 mod commands;
+mod deployment;
 mod device;
 mod drafter_source;
 mod estimate;
 mod exit;
 mod format;
 mod launch;
+mod place;
 mod progress;
 mod prompts;
 mod run_folder;
@@ -19,6 +21,8 @@ mod signals;
 mod slots_text;
 mod speculation;
 mod target_folder;
+mod watch_condition;
+mod watch_web;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{BUG_ADVICE, Exit, Failure};
@@ -58,7 +62,18 @@ enum Command {
     Export(commands::export::Export),
     Bench(commands::bench::Bench),
     Doctor(commands::doctor::Doctor),
+    Deploy(Box<commands::deploy::Deploy>),
+    Launch(Box<commands::launch::Launch>),
+    Ps(commands::ps::Ps),
+    Watch(Box<commands::watch::Watch>),
+    Stop(commands::stop::Stop),
+    Restart(Box<commands::restart::Restart>),
+    Rollback(commands::rollback::Rollback),
+    Report(commands::report::Report),
+    Runs(commands::runs::Runs),
     Version(commands::version::Version),
+    #[command(hide = true)]
+    Supervise(commands::supervise::Supervise),
 }
 
 fn main() -> ExitCode {
@@ -98,7 +113,17 @@ fn run() -> Exit {
         Command::Export(args) => commands::export::run(args, screen),
         Command::Bench(args) => commands::bench::run(args, screen),
         Command::Doctor(args) => commands::doctor::run(args, screen),
+        Command::Deploy(args) => commands::deploy::run(args, screen),
+        Command::Launch(args) => commands::launch::run(args, screen),
+        Command::Ps(args) => commands::ps::run(args, screen),
+        Command::Watch(args) => commands::watch::run(args, screen),
+        Command::Stop(args) => commands::stop::run(args, screen),
+        Command::Restart(args) => commands::restart::run(args, screen),
+        Command::Rollback(args) => commands::rollback::run(args, screen),
+        Command::Report(args) => commands::report::run(args, screen),
+        Command::Runs(args) => commands::runs::run(args, screen),
         Command::Version(args) => commands::version::run(args, screen),
+        Command::Supervise(args) => commands::supervise::run(args, screen),
     };
     ended.unwrap_or_else(|failure| report(&failure, screen))
 }

@@ -20,7 +20,7 @@ fn expect(name: &str, text: &str) {
 fn help_of_every_command() {
     let commands = [
         "demo", "prepare", "inspect", "init", "plan", "train", "eval", "generate", "overfit", "export", "bench", "doctor",
-        "version",
+        "deploy", "launch", "ps", "watch", "stop", "restart", "rollback", "report", "runs", "version",
     ];
     let (code, top, err) = run(&["--help"]);
     assert_eq!((code, err.as_str()), (0, ""));

@@ -190,9 +190,10 @@ fn train(setup: &Setup, backend: &CpuBackend, run_dir: &Path, cancel: &Cancel, s
         resume: Vec::new(),
         resumed_from: None,
         run_id: format!("demo-{}", std::process::id()),
+        http: None,
     };
     let total = setup.total_steps;
-    launch(what, backend, cancel, |events| {
+    launch(what, backend, cancel, screen, |events| {
         let progress = Progress::new(screen, "train");
         while let Some(envelope) = events.next(Duration::MAX) {
             match &envelope.event {

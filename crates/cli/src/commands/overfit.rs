@@ -118,10 +118,11 @@ fn run_on<B: Backend>(
         resume: Vec::new(),
         resumed_from: None,
         run_id: format!("overfit-{}", std::process::id()),
+        http: None,
     };
     let total = setup.total_steps;
     let learnt = "every slot is right";
-    let outcome = launch(what, backend, &cancel, |events| {
+    let outcome = launch(what, backend, &cancel, screen, |events| {
         let progress = Progress::new(screen, "overfit");
         let mut steady = 0;
         while let Some(envelope) = events.next(Duration::MAX) {

@@ -39,6 +39,7 @@ use std::time::Duration;
   drafthorse train run.toml drafter.layers=3 optimizer.steps=2000 name=small
   drafthorse train run.toml --resume auto          # for schedulers: go on if there is something to go on from
   drafthorse train run.toml --resume runs/small
+  drafthorse train run.toml --http 0               # with the live page; the address is printed
   drafthorse train run.toml --dry-run")]
 pub struct Train {
     /// Run config
@@ -49,6 +50,9 @@ pub struct Train {
     /// Go on from a checkpoint: a run folder, a checkpoint folder, or `auto` (from the newest if there is one)
     #[arg(long, value_name = "auto|PATH")]
     resume: Option<String>,
+    /// Serve the live page on 127.0.0.1 while the run lasts; 0 takes any free port
+    #[arg(long, value_name = "PORT")]
+    http: Option<u16>,
     /// Check everything and show what would run, then stop
     #[arg(long)]
     dry_run: bool,
@@ -90,8 +94,8 @@ fn run_on<B: Backend>(args: &Train, config: RunConfig, backend: &B, screen: Scre
     let signals = Signals::listen(&cancel, screen, "finishing this step and saving")?;
     let run_id = format!("{stamp}-{}", std::process::id());
     let (total, dir, resumed_from) = (setup.total_steps, chosen.dir.clone(), chosen.step);
-    let what = Launch { setup: &setup, run_dir: chosen.dir, resume: chosen.resume, resumed_from, run_id };
-    let outcome = launch(what, backend, &cancel, |events| follow(&events, total, screen))?;
+    let what = Launch { setup: &setup, run_dir: chosen.dir, resume: chosen.resume, resumed_from, run_id, http: args.http };
+    let outcome = launch(what, backend, &cancel, screen, |events| follow(&events, total, screen))?;
     signals.end();
     finish(&outcome, &setup.config, &dir, screen)
 }
