@@ -50,7 +50,7 @@ fn collect(folder: &Path, into: &mut Vec<PathBuf>) {
         let path = entry.path();
         if path.is_dir() {
             collect(&path, into);
-        } else if path.extension().is_some_and(|e| ["rs", "cu", "cuh", "toml", "html"].iter().any(|x| e == *x)) {
+        } else if path.extension().is_some_and(|e| ["rs", "cu", "cuh", "toml", "html", "js", "css"].iter().any(|x| e == *x)) {
             into.push(path);
         }
     }
