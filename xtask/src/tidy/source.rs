@@ -8,9 +8,6 @@ use crate::tree::{Tree, extension};
 
 /// Longest source file, in lines.
 const MAX_LINES: usize = 600;
-/// Files that may be longer, with their length and a reason. The list may only get shorter: lower the number with it.
-const ALLOWED: &str = "xtask/tidy-allow.txt";
-const MAX_ALLOWED: usize = 0;
 /// Which files have a length.
 const CODE: [&str; 7] = ["rs", "cu", "cuh", "py", "js", "css", "html"];
 /// Where `unsafe` may be.
@@ -102,41 +99,11 @@ fn documented(lines: &[&str], at: usize) -> bool {
 }
 
 fn lengths(tree: &Tree) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let mut allowed = Vec::new();
-    for (i, line) in tree.text(ALLOWED).lines().enumerate().filter(|(_, l)| !l.starts_with('#') && !l.is_empty()) {
-        let mut parts = line.splitn(3, ' ');
-        match (parts.next(), parts.next().and_then(|n| n.parse::<usize>().ok()), parts.next()) {
-            (Some(path), Some(lines), Some(reason)) if !reason.trim().is_empty() => allowed.push((i, path, lines)),
-            _ => findings.push(Finding::at(ALLOWED, i, "a line is `path lines reason`")),
-        }
-    }
-    if allowed.len() > MAX_ALLOWED {
-        findings.push(Finding::file(
-            ALLOWED,
-            format!("{} files; it may only get shorter than {MAX_ALLOWED}: split one", allowed.len()),
-        ));
-    }
-    for (path, text) in tree.files.iter().filter(|(p, _)| CODE.contains(&extension(p))) {
-        let lines = text.lines().count();
-        let limit = allowed.iter().find(|(_, p, _)| p == path).map_or(MAX_LINES, |(_, _, n)| *n);
-        if lines > limit {
-            findings.push(Finding::file(path, format!("{lines} lines, more than {limit}: split it where it has two jobs")));
-        }
-    }
-    for (i, path, limit) in allowed {
-        let lines = tree.text(path).lines().count();
-        if lines <= MAX_LINES {
-            findings.push(Finding::at(
-                ALLOWED,
-                i,
-                format!("{path} has {lines} lines now: remove its line and lower MAX_ALLOWED"),
-            ));
-        } else if lines < limit {
-            findings.push(Finding::at(ALLOWED, i, format!("{path} has {lines} lines now: lower its number")));
-        }
-    }
-    findings
+    let code = tree.files.iter().filter(|(path, _)| CODE.contains(&extension(path)));
+    let longer = code.map(|(path, text)| (path, text.lines().count())).filter(|(_, lines)| *lines > MAX_LINES);
+    longer
+        .map(|(path, lines)| Finding::file(path, format!("{lines} lines, more than {MAX_LINES}: split it where it has two jobs")))
+        .collect()
 }
 
 /// Words that have no place anywhere, and why.
@@ -218,17 +185,10 @@ mod tests {
     }
 
     #[test]
-    fn the_length_list_only_shrinks() {
-        let file = |n: usize| format!("//! J.\n{}", "\n".repeat(n - 1));
-        let with = |n: usize, allow: &str| texts(&lengths(&tree_of(&[("a.rs", &file(n)), (ALLOWED, allow)])));
-        assert_eq!(with(600, ""), Vec::<String>::new());
-        assert!(with(601, "")[0].contains("601 lines, more than 600"));
-        assert_eq!(with(610, "a.rs 610 one table\n"), Vec::<String>::new());
-        assert!(with(611, "a.rs 610 one table\n")[0].contains("more than 610"));
-        assert!(with(605, "a.rs 610 one table\n")[0].contains("lower its number"));
-        assert!(with(500, "a.rs 610 one table\n")[0].contains("remove its line"));
-        assert!(with(610, "a.rs 610\n")[0].contains("`path lines reason`"));
-        assert!(with(610, "a.rs 610 x\nb.rs 700 y\n").iter().any(|t| t.contains("only get shorter")));
+    fn no_file_is_too_long() {
+        let with = |n: usize| texts(&lengths(&tree_of(&[("a.rs", &format!("//! J.\n{}", "\n".repeat(n - 1)))])));
+        assert_eq!(with(600), Vec::<String>::new());
+        assert!(with(601)[0].contains("601 lines, more than 600"));
     }
 
     #[test]
