@@ -82,20 +82,19 @@ pub fn open(device: Device, threads: Option<usize>, deadline: Duration) -> Resul
 /// The algorithms that this user's programs chose on this machine before; what is timed anew is added to them. So two runs agree to the bit.
 #[cfg(feature = "cuda")]
 fn machine_table() -> drafthorse_train::cuda::AlgorithmTable {
+    use crate::screen::tell;
     use std::io::Write;
     let table = drafthorse_train::cuda::AlgorithmTable::default();
     let cache = std::env::var_os("XDG_CACHE_HOME").map(std::path::PathBuf::from);
     let Some(folder) = cache.or_else(|| std::env::var_os("HOME").map(|h| std::path::Path::new(&h).join(".cache"))) else {
-        eprintln!(
-            "note: neither XDG_CACHE_HOME nor HOME is set: chosen algorithms are not kept, and another run may choose others"
-        );
+        tell("note: neither XDG_CACHE_HOME nor HOME is set: chosen algorithms are not kept, and another run may choose others");
         return table;
     };
     let path = folder.join("drafthorse").join("algorithms.tsv");
     if let Ok(text) = std::fs::read_to_string(&path)
         && let Err(why) = table.adopt(&text)
     {
-        eprintln!("note: {} is not used ({why}): products are timed anew", path.display());
+        tell(format!("note: {} is not used ({why}): products are timed anew", path.display()));
         let _ = std::fs::remove_file(&path);
     }
     let open = move || {
@@ -104,7 +103,7 @@ fn machine_table() -> drafthorse_train::cuda::AlgorithmTable {
     };
     table.telling(move |line| {
         if let Err(e) = open().and_then(|mut f| f.write_all(line.as_bytes())) {
-            eprintln!("note: a chosen algorithm is not kept ({e}): another run may choose another");
+            tell(format!("note: a chosen algorithm is not kept ({e}): another run may choose another"));
         }
     })
 }

@@ -7,7 +7,7 @@ use crate::build_id::BUILD_ID;
 use crate::device::{self, Device, Opened};
 use crate::estimate::{self, Placement, Programs, available_memory};
 use crate::exit::{Exit, Failure, exit_of_cause};
-use crate::screen::Screen;
+use crate::screen::{Screen, tell};
 use crate::target_folder::resolve;
 use drafthorse_data::sha256_hex;
 use drafthorse_telemetry::{
@@ -130,12 +130,12 @@ pub fn config_hash(config: &RunConfig) -> String {
 
 /// Threads that hang in a driver or on a dead disk cannot be joined: says who, and ends the process.
 fn end_stuck(names: &[String], cause: &Cause) {
-    eprintln!("error: {cause}");
-    eprintln!(
+    tell(format!("error: {cause}"));
+    tell(format!(
         "  {} did not come back within {} s and cannot be waited for; checkpoints on disk are intact",
         names.join(", "),
         GRACE.as_secs()
-    );
+    ));
     std::process::exit(i32::from(exit_of_cause(cause).code()));
 }
 

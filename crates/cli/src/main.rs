@@ -26,7 +26,7 @@ mod watch_web;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use exit::{BUG_ADVICE, Exit, Failure};
-use screen::{ColorChoice, Screen};
+use screen::{ColorChoice, Screen, tell};
 use std::process::ExitCode;
 
 /// Train the small drafter model that makes a large language model decode several tokens per step
@@ -80,9 +80,9 @@ fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|info| {
         let place = info.location().map_or_else(String::new, |l| format!(" at {}:{}", l.file(), l.line()));
         let text = info.payload_as_str().unwrap_or("a panic without words");
-        eprintln!("error: {text}{place}\n  {BUG_ADVICE}");
+        tell(format!("error: {text}{place}\n  {BUG_ADVICE}"));
         if std::env::var_os("RUST_BACKTRACE").is_some_and(|v| v != "0") {
-            eprintln!("{}", std::backtrace::Backtrace::force_capture());
+            tell(std::backtrace::Backtrace::force_capture());
         }
     }));
     let exit = std::panic::catch_unwind(run).unwrap_or(Exit::Bug);
@@ -136,7 +136,7 @@ fn report(failure: &Failure, screen: Screen) -> Exit {
             Some(rest) if screen.error_color => format!("{red}error:{red:#}{rest}"),
             _ => lines,
         };
-        eprintln!("{shown}");
+        tell(shown);
     }
     failure.exit()
 }

@@ -120,3 +120,8 @@ impl Screen {
 fn write_line(text: &impl Display) -> Result<(), Failure> {
     writeln!(io::stdout().lock(), "{text}").map_err(|e| Failure::output(&e))
 }
+
+/// Writes to standard error whatever the flags say: errors, and what is known before there are flags. Where nobody reads, `eprintln!` would panic.
+pub fn tell(text: impl Display) {
+    let _ = writeln!(io::stderr(), "{text}");
+}

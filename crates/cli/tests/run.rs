@@ -179,3 +179,15 @@ fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
     assert!(!list.is_empty());
     list
 }
+
+#[test]
+fn an_error_that_nobody_can_read_still_has_its_exit_code() {
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_drafthorse"))
+        .args(["train", "there-is-no-such-config.toml"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop((child.stdout.take(), child.stderr.take()));
+    assert_eq!(child.wait().unwrap().code(), Some(3));
+}

@@ -213,7 +213,15 @@ pub fn train<B: Backend>(
         recorder.warn("resume", notice.clone());
     }
     for variant in &setup.variants {
-        let root = variant_dir(&options.run_dir, variant.name.as_deref()).join("checkpoints");
+        let folder = variant_dir(&options.run_dir, variant.name.as_deref());
+        // Checkpoints and exports are written by different threads: neither may depend on the other for the folder.
+        std::fs::create_dir_all(&folder).map_err(|source| CheckpointError::Io {
+            what: "make",
+            path: folder.clone(),
+            source,
+            todo: "check space and permissions".into(),
+        })?;
+        let root = folder.join("checkpoints");
         for path in checkpoint::tidy_for_launch(&root, start_step)? {
             let text = format!(
                 "a checkpoint of a step after {start_step} was moved to {}: this launch goes another way",

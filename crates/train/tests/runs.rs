@@ -308,6 +308,15 @@ fn a_sweep_trains_each_variant_as_if_it_were_alone() {
 }
 
 #[test]
+fn a_variant_without_regular_saves_is_exported() {
+    let text = config(&["checkpoint.every=0", "eval.every=0", "optimizer.steps=1"]).to_toml() + "\n[[sweep]]\nname = \"only\"\n";
+    for _ in 0..5 {
+        let ran = run(RunConfig::parse(&text, "sweep", &[]).unwrap(), vec![], |_, _| {});
+        assert!(ran.ok().exports[0].join("model.safetensors").is_file());
+    }
+}
+
+#[test]
 fn steps_that_are_not_finite_are_skipped_counted_and_end_the_run() {
     let mut config = config(&["optimizer.clip=1e30", "optimizer.steps=40", "optimizer.max_skipped=3", "optimizer.warmup=0.0"]);
     // No config may ask for this; what a run does when its weights explode is the same whatever made them.
